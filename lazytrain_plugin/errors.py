@@ -1,0 +1,29 @@
+"""Errors that reach a user; each message says what, why and the one-line remedy."""
+
+
+class LazyTrainError(RuntimeError):
+    """Base of every error that LazyTrain raises on purpose."""
+
+
+class ConfigError(LazyTrainError, ValueError):
+    """The "lazytrain" block (or the DeepSpeed JSON around it) can't be honoured."""
+
+
+class UnsupportedModelError(LazyTrainError):
+    """The model does something that a streamed unit can't reproduce exactly."""
+
+
+class PlanMismatchError(LazyTrainError):
+    """A plan file does not describe this model or this machine."""
+
+
+class InfeasiblePlanError(LazyTrainError):
+    """No placement fits the budgets; the message names need and have per tier."""
+
+
+class CheckpointError(LazyTrainError):
+    """A checkpoint is torn, missing or does not belong to this model."""
+
+
+class KernelError(LazyTrainError):
+    """A kernel was asked for something it can't do, or its library is unusable."""

@@ -1,0 +1,34 @@
+"""The words that every part shares."""
+
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Where a tensor rests."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+class Updater(StrEnum):
+    """Who computes the optimizer update of a unit."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+class Activations(StrEnum):
+    """What a unit keeps between forward and backward."""
+
+    RECOMPUTE = "recompute"
+    """Only its input; the forward runs again in backward."""
+    KEEP = "keep"
+    """Every saved tensor except weights."""
+
+
+class Fidelity(StrEnum):
+    """How lossy the plan may be."""
+
+    EXACT = "exact"
+    BALANCED = "balanced"
+    COMPACT = "compact"
