@@ -1,0 +1,224 @@
+"""`LazyTrainConfig`: every key of the `"lazytrain"` block, its default, its unit and what it means.
+
+This is the only list of the keys: the parser, the JSON Schema and `LazyTrainPlugin` are derived from these fields.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.vocab import Fidelity
+
+BLOCK = "lazytrain"
+"""Name of the block at the top level of a DeepSpeed config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What a JSON value of one key may be."""
+
+    kind: Literal["bool", "integer", "number", "string"]
+    nullable: bool = False
+    above: float | None = None
+    """Exclusive lower bound."""
+    at_least: float | None = None
+    choices: tuple[Any, ...] = ()
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with `value`, as the end of a sentence that starts with the key; None if nothing."""
+        if value is None:
+            return None if self.nullable else f"is null; expected {self.describe()}"
+        if not self._has_kind(value):
+            return f"is {_show(value)}; expected {self.describe()}"
+        if self.choices and value not in self.choices:
+            return f"is {_show(value)}; expected {self.describe()}"
+        if self.above is not None and value <= self.above or self.at_least is not None and value < self.at_least:
+            return f"is {value}; expected {self.describe()}"
+        return None
+
+    def describe(self) -> str:
+        if self.choices:
+            text = " or ".join(_show(choice) for choice in self.choices)
+        else:
+            text = {"bool": "true or false", "integer": "an integer", "number": "a number", "string": "a string"}[
+                self.kind
+            ]
+        if self.above is not None:
+            text += f" above {self.above:g}"
+        if self.at_least is not None:
+            text += f" of at least {self.at_least:g}"
+        return text + (", or null" if self.nullable else "")
+
+    def json_schema(self) -> dict[str, Any]:
+        """JSON Schema of one value."""
+        kind = "boolean" if self.kind == "bool" else self.kind
+        schema: dict[str, Any] = {"type": [kind, "null"] if self.nullable else kind}
+        if self.choices:
+            schema["enum"] = [*self.choices, *([None] if self.nullable else [])]
+        if self.above is not None:
+            schema["exclusiveMinimum"] = self.above
+        if self.at_least is not None:
+            schema["minimum"] = self.at_least
+        return schema
+
+    def _has_kind(self, value: Any) -> bool:
+        # bool is an int in Python, but `"max_tokens": true` is a mistake.
+        match self.kind:
+            case "bool":
+                return isinstance(value, bool)
+            case "integer":
+                return isinstance(value, int) and not isinstance(value, bool)
+            case "number":
+                return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            case "string":
+                return isinstance(value, str)
+
+
+def option(help_text: str, default: Any, rule: Rule) -> Any:
+    """A dataclass field with its meaning and its rule in the metadata."""
+    return field(default=default, metadata={"help": help_text, "rule": rule})
+
+
+def section(help_text: str, section_type: type) -> Any:
+    """A dataclass field that holds a nested object."""
+    return field(default_factory=section_type, metadata={"help": help_text, "section": section_type})
+
+
+def check_fields(config: Any) -> None:
+    """Raises ConfigError for the first field of a config dataclass whose value its rule refuses."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if section_type := item.metadata.get("section"):
+            problem = None if isinstance(value, section_type) else f"is {_show(value)}; expected an object"
+        else:
+            problem = item.metadata["rule"].problem(value)
+        if problem is not None:
+            raise ConfigError(f'"{config.PATH}.{item.name}" {problem}.')
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Where the placement comes from."""
+
+    PATH: ClassVar[str] = f"{BLOCK}.plan"
+
+    path: str | None = option(
+        "a plan file to follow (`lazytrain plan` writes one); null: planned at the first batch",
+        None,
+        Rule(kind="string", nullable=True),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """How weights are updated."""
+
+    PATH: ClassVar[str] = f"{BLOCK}.optimizer"
+
+    state_bits: int | None = option(
+        "bits of one optimizer moment element; null: what fidelity says, 32 for exact and 8 for balanced",
+        None,
+        Rule(kind="integer", nullable=True, choices=(32, 8)),
+    )
+    implementation: str = option(
+        "native: the fused kernels; torch: the optimizer's own step, unit by unit on fp32 masters, slower",
+        "native",
+        Rule(kind="string", choices=("native", "torch")),
+    )
+    threads: int | None = option(
+        "CPU threads of the update; null: the affinity mask and cgroup quota, divided by the ranks of this machine",
+        None,
+        Rule(kind="integer", nullable=True, at_least=1),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyTrainConfig:
+    """The whole block. Raises ConfigError for a value that its rule refuses."""
+
+    PATH: ClassVar[str] = BLOCK
+
+    enabled: bool = option("false gives plain DeepSpeed with the same file", True, Rule(kind="bool"))
+    fidelity: str = option(
+        "exact: 32-bit optimizer states, results equal bit for bit whatever the plan; balanced: 8-bit states",
+        Fidelity.EXACT.value,
+        Rule(kind="string", choices=(Fidelity.EXACT.value, Fidelity.BALANCED.value)),
+    )
+    gpu_memory_gib: float | None = option(
+        "GPU memory that training may use, in GiB (2**30 bytes); null: what the device has free",
+        None,
+        Rule(kind="number", nullable=True, above=0),
+    )
+    cpu_memory_gib: float | None = option(
+        "host memory that training may use, in GiB (2**30 bytes); null: what the machine or its cgroup has free",
+        None,
+        Rule(kind="number", nullable=True, above=0),
+    )
+    max_tokens: int | None = option(
+        "tokens of the largest micro-batch (batch x sequence); null: taken from the first batch",
+        None,
+        Rule(kind="integer", nullable=True, at_least=1),
+    )
+    plan: PlanConfig = section("where the placement comes from", PlanConfig)
+    optimizer: OptimizerConfig = section("how weights are updated", OptimizerConfig)
+    fused_kernels: bool = option(
+        "fused RMSNorm, SwiGLU and RoPE and the chunked loss, on a GPU", True, Rule(kind="bool")
+    )
+    watchdog_s: float = option(
+        "a phase without progress for this many seconds is reported with its name and rank; 0 turns that off",
+        600.0,
+        Rule(kind="number", at_least=0),
+    )
+
+    def __post_init__(self) -> None:
+        if self.fidelity == Fidelity.COMPACT:
+            raise ConfigError(
+                f'"{self.PATH}.fidelity" is "compact" (4-bit activations), which isn\'t available in this version; '
+                'use "balanced".'
+            )
+        check_fields(self)
+        if self.optimizer.implementation == "torch" and self.state_bits == 8:
+            raise ConfigError(
+                f'"{self.PATH}.optimizer.implementation" is "torch", whose states have the optimizer\'s own precision, '
+                'but 8-bit states are asked for; use "native", or "exact" fidelity with state_bits null.'
+            )
+
+    @property
+    def state_bits(self) -> int:
+        """Bits of one optimizer moment element after fidelity and override: 32 or 8."""
+        if self.optimizer.state_bits is not None:
+            return self.optimizer.state_bits
+        return 32 if self.fidelity == Fidelity.EXACT else 8
+
+
+def json_schema(config_type: type = LazyTrainConfig) -> dict[str, Any]:
+    """JSON Schema of the block, for editors: object types, keys, defaults and meanings."""
+    properties: dict[str, Any] = {}
+    for item in fields(config_type):
+        help_text = item.metadata["help"]
+        if section_type := item.metadata.get("section"):
+            properties[item.name] = {**json_schema(section_type), "description": help_text}
+        else:
+            properties[item.name] = {
+                **item.metadata["rule"].json_schema(),
+                "default": item.default,
+                "description": help_text,
+            }
+    return {"type": "object", "properties": properties, "additionalProperties": False}
