@@ -1,0 +1,239 @@
+"""torch.save files larger than memory: written tensor by tensor in place, read through a mapping.
+
+`torch.save` wants every tensor alive at once; for a 7B model the fp32 masters and moments are 90 GB. Here
+`torch.serialization.skip_data` writes the archive with holes where the tensors go (fake tensors give the sizes), and
+each tensor is then written into its hole. The result is what `torch.save` writes, except that the zip's CRC of a
+streamed tensor is 0: torch never checks it, `unzip -t` complains.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+import mmap
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lazytrain_plugin.units import MIB
+
+KeyPath = tuple[Any, ...]
+"""Keys and indices that lead from the root of a skeleton to a leaf."""
+
+_CHUNK_BYTES = 64 * MIB  # of a tensor copied to the CPU, or handed to one write call, at a time
+_RECORD_OVERHEAD_BYTES = 512  # zip headers, alignment and pickle of one tensor: about 350 bytes
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")  # zip specification 4.3.7
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that will be written later: contiguous, on the CPU."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tensor.shape, tensor.dtype)
+
+
+class StreamedSave:
+    """Writes `skeleton` to `path` as `torch.save` would, its `TensorSpec` leaves one `write` at a time.
+
+    Memory stays constant: one chunk, plus the real tensors of the skeleton. Use it as a context manager; leaving it
+    normally checks that every leaf was written and syncs the file to disk.
+
+    Args:
+        path: file to create or overwrite.
+        skeleton: what `torch.save` takes. `TensorSpec` leaves may stand anywhere in dicts, lists and tuples.
+
+    Raises:
+        OSError: the disk is full or fails (from any method).
+    """
+
+    def __init__(self, path: str | os.PathLike, skeleton: object) -> None:
+        self._path = Path(path)
+        self._specs: dict[KeyPath, TensorSpec] = {}
+        _map_specs(skeleton, self._note_spec)
+        self._unwritten = set(self._specs)
+        with FakeTensorMode():
+            fakes = _map_specs(skeleton, lambda _, spec: torch.empty(spec.shape, dtype=spec.dtype))
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(fakes, self._path)
+        offsets = _record_offsets(self._path)
+        markers, real_records = self._find_records(skeleton)
+        self._offsets = {key_path: offsets[record] for key_path, record in markers.items()}
+        self._fd = os.open(self._path, os.O_RDWR)
+        for record, content in real_records.items():
+            self._write_bytes(memoryview(content), offsets[record])
+
+    def _note_spec(self, key_path: KeyPath, spec: TensorSpec) -> None:
+        self._specs[key_path] = spec
+
+    def _find_records(self, skeleton: object) -> tuple[dict[KeyPath, str], dict[str, bytes]]:
+        """Which archive record is which leaf, and the contents of the records of real tensors.
+
+        Records are numbered in pickling order, which only the pickler knows (a skeleton may hold any object), so the
+        skeleton is pickled once more with a recognisable tensor in place of each leaf.
+        """
+        token = os.urandom(16)
+        key_paths = list(self._specs)
+        numbers = {key_path: number for number, key_path in enumerate(key_paths)}
+        archive = io.BytesIO()
+        torch.save(_map_specs(skeleton, lambda key_path, _: _marker(token, numbers[key_path])), archive)
+        markers: dict[KeyPath, str] = {}
+        real_records: dict[str, bytes] = {}
+        with zipfile.ZipFile(archive) as records:
+            for info in records.infolist():
+                record = _record_name(info.filename)
+                if not record.startswith("data/"):
+                    continue
+                content = records.read(info)
+                if content.startswith(token):
+                    markers[key_paths[int.from_bytes(content[len(token) :], "little")]] = record
+                else:
+                    real_records[record] = content
+        return markers, real_records
+
+    def write(self, key_path: KeyPath, tensor: Tensor) -> None:
+        """Fills one leaf.
+
+        Args:
+            key_path: e.g. `("optimizer_state_dict", "fp32_flat_groups", 3)`.
+            tensor: shape and dtype of the leaf's spec, on any device.
+
+        Raises:
+            KeyError: the skeleton has no such leaf.
+            ValueError: another shape or dtype than announced.
+        """
+        spec = self._specs[key_path]
+        if TensorSpec.like(tensor) != spec:
+            raise ValueError(
+                f"{key_path}: announced {tuple(spec.shape)} {spec.dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
+            )
+        flat = tensor.detach().reshape(-1)
+        step = max(1, _CHUNK_BYTES // spec.dtype.itemsize)
+        for start in range(0, flat.numel(), step):
+            chunk = flat[start : start + step].cpu().contiguous()
+            self._write_bytes(
+                memoryview(chunk.view(torch.uint8).numpy()), self._offsets[key_path] + start * spec.dtype.itemsize
+            )
+        self._unwritten.discard(key_path)
+
+    def _write_bytes(self, view: memoryview, offset: int) -> None:
+        while len(view):  # one call may write less than asked: signals, 2 GiB limit, a disk that fills up
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def close(self) -> None:
+        """Syncs the file to disk; raises ValueError when a leaf was never written."""
+        if self._fd < 0:
+            return
+        if self._unwritten:
+            first = next(iter(self._unwritten))
+            self.abort()
+            raise ValueError(f"{self._path}: {first} and {len(self._specs)} leaves in all were announced, not written")
+        try:
+            os.fsync(self._fd)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Closes without checks; the file is unusable unless `close` called this."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> StreamedSave:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        self.close() if exc_type is None else self.abort()
+
+
+def streamed_bytes(skeleton: object) -> int:
+    """Upper estimate of the size of a streamed file, without its real tensors, in bytes."""
+    sizes: list[int] = []
+    _map_specs(skeleton, lambda _, spec: sizes.append(spec.num_bytes + _RECORD_OVERHEAD_BYTES))
+    return sum(sizes) + MIB
+
+
+def load_mapped(path: str | os.PathLike) -> Any:
+    """`torch.load` through a private file mapping: no tensor takes memory until it is read.
+
+    Drop what was read with `release_pages`. Runs pickled code, like every loader of DeepSpeed checkpoints: their
+    pickles hold DeepSpeed's own classes and the user's client state.
+    """
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+
+def release_pages(tensor: Tensor) -> None:
+    """Gives back the memory behind a tensor of `load_mapped`; a later read fetches it from the file again.
+
+    Without this a resume's resident set grows to the size of the file. Only for unmodified mapped tensors: on other
+    memory it would lose data.
+    """
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = tensor.untyped_storage().data_ptr()
+    end = start + tensor.untyped_storage().nbytes()
+    # Whole pages only; a page shared with a neighbour is read again at worst.
+    start, end = start & -mmap.PAGESIZE, end & -mmap.PAGESIZE
+    if end > start:
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _map_specs(node: Any, replace: Callable[[KeyPath, TensorSpec], Any], key_path: KeyPath = ()) -> Any:
+    """The same containers with `replace(key_path, spec)` for each spec; other objects are kept as they are."""
+    if isinstance(node, TensorSpec):
+        return replace(key_path, node)
+    if type(node) in (list, tuple):
+        return type(node)(_map_specs(child, replace, (*key_path, index)) for index, child in enumerate(node))
+    if isinstance(node, dict) and any(_holds_spec(child) for child in node.values()):
+        return type(node)((key, _map_specs(child, replace, (*key_path, key))) for key, child in node.items())
+    return node
+
+
+def _holds_spec(node: Any) -> bool:
+    if isinstance(node, dict):
+        return any(_holds_spec(child) for child in node.values())
+    if type(node) in (list, tuple):
+        return any(_holds_spec(child) for child in node)
+    return isinstance(node, TensorSpec)
+
+
+def _marker(token: bytes, number: int) -> Tensor:
+    return torch.frombuffer(bytearray(token + number.to_bytes(8, "little")), dtype=torch.uint8)
+
+
+def _record_name(filename: str) -> str:
+    """'archive/data/3' -> 'data/3'; the archive's root folder is its file name."""
+    return filename.partition("/")[2]
+
+
+def _record_offsets(path: Path) -> dict[str, int]:
+    """Where the bytes of each record start in the file."""
+    offsets = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for info in archive.infolist():
+            file.seek(info.header_offset)
+            *_, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            offsets[_record_name(info.filename)] = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+    return offsets
