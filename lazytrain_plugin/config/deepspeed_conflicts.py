@@ -66,7 +66,9 @@ CONFLICTS = (
         "delete the section",
     ),
     *(
-        Conflict(("zero_optimization", key), _true, "ZeRO++ does not apply to weights that LazyTrain places", "delete it")
+        Conflict(
+            ("zero_optimization", key), _true, "ZeRO++ does not apply to weights that LazyTrain places", "delete it"
+        )
         for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
     ),
     Conflict(
@@ -90,9 +92,7 @@ CONFLICTS = (
         "LazyTrain checkpoints load under any plan and need no conversion",
         "delete the key and resume from the checkpoint itself",
     ),
-    Conflict(
-        ("prescale_gradients",), _true, "gradients are averaged in 32 bits and need no scaling", "delete the key"
-    ),
+    Conflict(("prescale_gradients",), _true, "gradients are averaged in 32 bits and need no scaling", "delete the key"),
 )
 
 

@@ -15,7 +15,17 @@ from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.units import GIB
 
-_UNIT_BYTES = {"": GIB, "k": 10**3, "ki": 2**10, "m": 10**6, "mi": 2**20, "g": 10**9, "gi": GIB, "t": 10**12, "ti": 2**40}
+_UNIT_BYTES = {
+    "": GIB,
+    "k": 10**3,
+    "ki": 2**10,
+    "m": 10**6,
+    "mi": 2**20,
+    "g": 10**9,
+    "gi": GIB,
+    "t": 10**12,
+    "ti": 2**40,
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 

@@ -1,0 +1,172 @@
+"""What is patched in deepspeed and transformers, and when it acts: only under an enabled `"lazytrain"` block.
+
+`deepspeed.initialize` looks its engine class up as a global of the `deepspeed` module; there is no registry and no
+config key for it. So the wrapped function puts `LazyTrainEngine` in that global for the length of one call. Leaving it
+there would break `isinstance(engine, DeepSpeedEngine)` for plain engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from lazytrain_plugin.config.deepspeed_conflicts import check_deepspeed_config
+from lazytrain_plugin.config.parse import lazytrain_block, parse_block
+from lazytrain_plugin.config.schema import LazyTrainConfig
+from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.integration import hf_loading
+from lazytrain_plugin.integration.logs import setup_logging
+
+logger = logging.getLogger(__name__)
+
+_active: contextvars.ContextVar[LazyTrainConfig | None] = contextvars.ContextVar("lazytrain_config", default=None)
+
+
+def active_config() -> LazyTrainConfig | None:
+    """The config of the `deepspeed.initialize` call in progress; None outside of one that LazyTrain serves."""
+    return _active.get()
+
+
+def load_config(ds_config: dict) -> LazyTrainConfig:
+    """Parses the block of a DeepSpeed config dict and checks what stands around it.
+
+    Raises ConfigError for a wrong block, a conflicting setting, or a config without an enabled block.
+    """
+    block = lazytrain_block(ds_config)
+    if block is None:
+        raise ConfigError('There is no enabled "lazytrain" block in this DeepSpeed config; add "lazytrain": {}.')
+    config = parse_block(block)
+    check_deepspeed_config(ds_config)
+    return config
+
+
+def patch_module(module: ModuleType) -> None:
+    """Patches one of `_bootstrap.TARGETS`, which has been executed. Safe to call more than once."""
+    if module.__name__ == "deepspeed":
+        _patch_initialize(module)
+        _patch_zero_init(module.zero.Init)
+    else:
+        hf_loading.patch(module)
+
+
+def _patch_initialize(deepspeed: ModuleType) -> None:
+    original = deepspeed.initialize
+    if getattr(original, "_lazytrain_original", None) is not None:
+        return
+    if "DeepSpeedEngine" not in original.__code__.co_names:
+        raise RuntimeError(
+            "deepspeed.initialize no longer makes its engine from the global DeepSpeedEngine; "
+            "install a deepspeed version in LazyTrain's range"
+        )
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        arguments = _bind(signature, args, kwargs)
+        ds_config = _config_of_call(deepspeed, arguments)
+        if lazytrain_block(ds_config) is None:
+            return original(*args, **kwargs)
+        config = load_config(ds_config)
+        if isinstance(arguments.get("model"), deepspeed.PipelineModule):
+            raise ConfigError(
+                "The model is a deepspeed PipelineModule, which runs on an engine of its own; "
+                'give the plain model, or switch LazyTrain off with "lazytrain": {"enabled": false}.'
+            )
+        setup_logging()
+        with _engine_class(deepspeed), _config_active(config):
+            engine_and_rest = original(*args, **kwargs)
+        logger.info(
+            "active: fidelity %s, %d-bit optimizer states, %s update, plan %s",
+            config.fidelity,
+            config.state_bits,
+            config.optimizer.implementation,
+            config.plan.path or "from the first batch",
+        )
+        return engine_and_rest
+
+    initialize._lazytrain_original = original
+    deepspeed.initialize = initialize
+
+
+@contextlib.contextmanager
+def _engine_class(deepspeed: ModuleType) -> Iterator[None]:
+    from lazytrain_plugin.integration.deepspeed_engine import LazyTrainEngine
+
+    plain = deepspeed.DeepSpeedEngine
+    deepspeed.DeepSpeedEngine = LazyTrainEngine
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine = plain
+
+
+@contextlib.contextmanager
+def _config_active(config: LazyTrainConfig) -> Iterator[None]:
+    token = _active.set(config)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _bind(signature: inspect.Signature, args: tuple, kwargs: dict) -> Mapping[str, Any]:
+    """Arguments by name; empty if they don't fit, so that the wrapped function raises its own error."""
+    try:
+        return signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return {}
+
+
+def _config_of_call(deepspeed: ModuleType, arguments: Mapping[str, Any]) -> dict | None:
+    """The config dict that `deepspeed.initialize` is going to use, by its own order of precedence."""
+    config = arguments.get("config")
+    if config is None:
+        config = arguments.get("config_params")
+    for name in ("deepspeed_config", "deepscale_config"):
+        if config is None:
+            config = getattr(arguments.get("args"), name, None)
+    return _as_dict(config, deepspeed.load_ds_config)
+
+
+def _as_dict(config: Any, load: Callable[[Any], dict]) -> dict | None:
+    """A config given as a dict, a path, or encoded; None if it can't be read, which DeepSpeed reports by itself."""
+    if isinstance(config, os.PathLike):
+        config = os.fspath(config)
+    if not isinstance(config, dict | str):
+        return None
+    try:
+        return load(config)
+    except (OSError, ValueError):
+        return None
+
+
+def _patch_zero_init(init_class: type) -> None:
+    """Makes `zero.Init(...)` a context that does nothing under an enabled block: our weights are never partitioned.
+
+    The class itself stays, and so do names imported from it by value: only what its call returns changes.
+    """
+    if "__new__" in vars(init_class):
+        return
+    signature = inspect.signature(init_class.__init__)
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        arguments = _bind(signature, (None, *args), kwargs)
+        config = arguments.get("config_dict_or_path", arguments.get("config"))
+        if config is None:
+            ds_config = hf_loading.hf_deepspeed_config()
+        else:
+            import deepspeed
+
+            ds_config = _as_dict(config, deepspeed.load_ds_config)
+        if lazytrain_block(ds_config) is not None:
+            return contextlib.nullcontext()
+        return object.__new__(cls)
+
+    init_class.__new__ = staticmethod(__new__)
