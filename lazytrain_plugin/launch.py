@@ -1,6 +1,6 @@
 """`python -m lazytrain_plugin.launch train.py ...`: runs an unchanged script with LazyTrain's hook installed.
 
-The explicit road for launchers: `accelerate launch --config_file lazytrain.yaml -m lazytrain_plugin.launch train.py ...`.
+The explicit road for launchers: `accelerate launch --config_file FILE -m lazytrain_plugin.launch train.py ...`.
 A module is run with `python -m lazytrain_plugin.launch -m package.module ...`.
 """
 

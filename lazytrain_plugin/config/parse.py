@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig
+from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig, Rule, show_json
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.units import GIB
 
@@ -39,7 +39,9 @@ def lazytrain_block(ds_config: Any) -> dict | None:
         return None
     block = ds_config[BLOCK]
     if not isinstance(block, dict):
-        raise ConfigError(f'"{BLOCK}" is {block!r}; expected an object, write "{BLOCK}": {{}} for the defaults.')
+        raise ConfigError(
+            f'"{BLOCK}" is {show_json(block)}; expected an object, write "{BLOCK}": {{}} for the defaults.'
+        )
     return None if block.get("enabled", True) is False else block
 
 
@@ -53,7 +55,7 @@ def parse_block(block: dict) -> LazyTrainConfig:
 
 def _parse(raw: Any, config_type: type) -> Any:
     if not isinstance(raw, dict):
-        raise ConfigError(f'"{config_type.PATH}" is {raw!r}; expected an object.')
+        raise ConfigError(f'"{config_type.PATH}" is {show_json(raw)}; expected an object.')
     known = {item.name: item for item in fields(config_type)}
     values = {}
     for key, value in raw.items():
@@ -93,7 +95,7 @@ def _all_paths(config_type: type) -> list[str]:
     return paths
 
 
-def _string_for_other_type(key: str, value: Any, rule: Any) -> str | None:
+def _string_for_other_type(key: str, value: Any, rule: Rule) -> str | None:
     """The remedy for the strings that people write where a number or a boolean belongs; None if `value` is none."""
     if not isinstance(value, str):
         return None

@@ -5,6 +5,7 @@ This is the only list of the keys: the parser, the JSON Schema and `LazyTrainPlu
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
@@ -31,17 +32,17 @@ class Rule:
         """What is wrong with `value`, as the end of a sentence that starts with the key; None if nothing."""
         if value is None:
             return None if self.nullable else f"is null; expected {self.describe()}"
-        if not self._has_kind(value):
-            return f"is {_show(value)}; expected {self.describe()}"
-        if self.choices and value not in self.choices:
-            return f"is {_show(value)}; expected {self.describe()}"
-        if self.above is not None and value <= self.above or self.at_least is not None and value < self.at_least:
-            return f"is {value}; expected {self.describe()}"
-        return None
+        fits = (
+            self._has_kind(value)
+            and (not self.choices or value in self.choices)
+            and (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+        )
+        return None if fits else f"is {show_json(value)}; expected {self.describe()}"
 
     def describe(self) -> str:
         if self.choices:
-            text = " or ".join(_show(choice) for choice in self.choices)
+            text = " or ".join(show_json(choice) for choice in self.choices)
         else:
             text = {"bool": "true or false", "integer": "an integer", "number": "a number", "string": "a string"}[
                 self.kind
@@ -92,19 +93,16 @@ def check_fields(config: Any) -> None:
     for item in fields(config):
         value = getattr(config, item.name)
         if section_type := item.metadata.get("section"):
-            problem = None if isinstance(value, section_type) else f"is {_show(value)}; expected an object"
+            problem = None if isinstance(value, section_type) else f"is {show_json(value)}; expected an object"
         else:
             problem = item.metadata["rule"].problem(value)
         if problem is not None:
             raise ConfigError(f'"{config.PATH}.{item.name}" {problem}.')
 
 
-def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return f'"{value}"'
-    return repr(value)
+def show_json(value: Any) -> str:
+    """A value as it stands in the JSON file that the user has to correct."""
+    return json.dumps(value, default=repr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ def patch_module(module: ModuleType) -> None:
     """Patches one of `_bootstrap.TARGETS`, which has been executed. Safe to call more than once."""
     if module.__name__ == "deepspeed":
         _patch_initialize(module)
-        _patch_zero_init(module.zero.Init)
+        _patch_zero_init(module)
     else:
         hf_loading.patch(module)
 
@@ -147,11 +147,12 @@ def _as_dict(config: Any, load: Callable[[Any], dict]) -> dict | None:
         return None
 
 
-def _patch_zero_init(init_class: type) -> None:
+def _patch_zero_init(deepspeed: ModuleType) -> None:
     """Makes `zero.Init(...)` a context that does nothing under an enabled block: our weights are never partitioned.
 
     The class itself stays, and so do names imported from it by value: only what its call returns changes.
     """
+    init_class = deepspeed.zero.Init
     if "__new__" in vars(init_class):
         return
     signature = inspect.signature(init_class.__init__)
@@ -162,8 +163,6 @@ def _patch_zero_init(init_class: type) -> None:
         if config is None:
             ds_config = hf_loading.hf_deepspeed_config()
         else:
-            import deepspeed
-
             ds_config = _as_dict(config, deepspeed.load_ds_config)
         if lazytrain_block(ds_config) is not None:
             return contextlib.nullcontext()

@@ -1,0 +1,156 @@
+import re
+
+import pytest
+
+from lazytrain_plugin.config.parse import lazytrain_block, parse_block
+from lazytrain_plugin.config.schema import LazyTrainConfig, OptimizerConfig, PlanConfig
+from lazytrain_plugin.errors import ConfigError
+
+
+def refusal(block: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_block(block)
+    return str(caught.value)
+
+
+def test_empty_block_gives_the_defaults():
+    assert parse_block({}) == LazyTrainConfig()
+
+
+def test_every_key_is_read(tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    config = parse_block(
+        {
+            "enabled": True,
+            "fidelity": "balanced",
+            "gpu_memory_gib": 22.5,
+            "cpu_memory_gib": 100,
+            "max_tokens": 32768,
+            "plan": {"path": str(plan)},
+            "optimizer": {"state_bits": 32, "implementation": "native", "threads": 8},
+            "fused_kernels": False,
+            "watchdog_s": 0,
+        }
+    )
+    assert config == LazyTrainConfig(
+        fidelity="balanced",
+        gpu_memory_gib=22.5,
+        cpu_memory_gib=100,
+        max_tokens=32768,
+        plan=PlanConfig(path=str(plan)),
+        optimizer=OptimizerConfig(state_bits=32, threads=8),
+        fused_kernels=False,
+        watchdog_s=0,
+    )
+
+
+def test_null_means_the_default_where_a_key_allows_it():
+    assert parse_block({"gpu_memory_gib": None, "max_tokens": None, "plan": {"path": None}}) == LazyTrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"fidelty": "exact"}, '"fidelty" in "lazytrain"; did you mean "fidelity"'),
+        ({"gpu_memory_gb": 24}, 'did you mean "gpu_memory_gib" (budgets are in GiB'),
+        ({"GPU_MEMORY_GIB": 24}, 'did you mean "gpu_memory_gib"'),
+        ({"enable": False}, 'did you mean "enabled"'),
+        ({"optimizer": {"thread": 4}}, '"thread" in "lazytrain.optimizer"; did you mean "threads"'),
+        ({"state_bits": 8}, 'it belongs at "lazytrain.optimizer.state_bits"'),
+        ({"optimizer": {"max_tokens": 8}}, 'it belongs at "lazytrain.max_tokens"'),
+        ({"implementaton": "torch"}, 'did you mean "lazytrain.optimizer.implementation"'),
+        ({"xyzzy": 1}, "the keys are enabled, fidelity"),
+        ({7: 1}, 'Unknown key "7"'),
+    ],
+)
+def test_unknown_key_names_the_nearest(block, says):
+    assert says in refusal(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"gpu_memory_gib": "24GB"}, "write the number of GiB: 22.35"),
+        ({"gpu_memory_gib": "24 GiB"}, "write the number of GiB: 24"),
+        ({"cpu_memory_gib": "512"}, "write the number of GiB: 512"),
+        ({"gpu_memory_gib": "lots"}, "expected a number above 0, or null, without quotes"),
+        ({"gpu_memory_gib": "auto"}, "write null"),
+        ({"fused_kernels": "auto"}, "leave the key out"),
+        ({"fidelity": "auto"}, "leave the key out"),
+        ({"enabled": "false"}, "write false without quotes"),
+        ({"enabled": 0}, '"lazytrain.enabled" is 0; expected true or false'),
+        ({"gpu_memory_gib": True}, '"lazytrain.gpu_memory_gib" is true; expected a number above 0, or null'),
+        ({"max_tokens": True}, "is true; expected an integer of at least 1, or null"),
+        ({"max_tokens": 1024.0}, "is 1024.0; expected an integer"),
+        ({"optimizer": {"state_bits": 8.0}}, '"lazytrain.optimizer.state_bits" is 8.0; expected 32 or 8, or null'),
+        ({"optimizer": {"state_bits": 4}}, "is 4; expected 32 or 8, or null"),
+        ({"optimizer": {"threads": 0}}, "is 0; expected an integer of at least 1"),
+        ({"gpu_memory_gib": -1}, "is -1; expected a number above 0"),
+        ({"gpu_memory_gib": 0}, "is 0; expected a number above 0"),
+        ({"gpu_memory_gib": float("nan")}, "is NaN; expected a number"),
+        ({"cpu_memory_gib": float("inf")}, "is Infinity; expected a number"),
+        ({"watchdog_s": -0.5}, "is -0.5; expected a number of at least 0"),
+        ({"watchdog_s": None}, "is null; expected a number of at least 0"),
+        ({"fidelity": "Exact"}, 'is "Exact"; expected "exact" or "balanced"'),
+        ({"plan": "plan.json"}, "\"lazytrain.plan\" is 'plan.json'; expected an object"),
+        ({"plan": None}, '"lazytrain.plan" is null; expected an object'),
+    ],
+)
+def test_wrong_value_says_where_what_and_the_remedy(block, says):
+    assert says in refusal(block)
+
+
+def test_compact_is_refused_by_name():
+    message = refusal({"fidelity": "compact"})
+    assert "isn't available in this version" in message
+    assert 'use "balanced"' in message
+
+
+@pytest.mark.parametrize("block", [{"fidelity": "balanced"}, {"optimizer": {"state_bits": 8}}])
+def test_torch_optimizer_has_no_8_bit_states(block):
+    block["optimizer"] = {**block.get("optimizer", {}), "implementation": "torch"}
+    assert 'use "native"' in refusal(block)
+
+
+def test_torch_optimizer_with_32_bit_states_at_lower_fidelity():
+    config = parse_block({"fidelity": "balanced", "optimizer": {"implementation": "torch", "state_bits": 32}})
+    assert config.state_bits == 32
+
+
+@pytest.mark.parametrize(
+    ("block", "bits"),
+    [
+        ({}, 32),
+        ({"fidelity": "balanced"}, 8),
+        ({"optimizer": {"state_bits": 8}}, 8),
+        ({"fidelity": "balanced", "optimizer": {"state_bits": 32}}, 32),
+    ],
+)
+def test_state_bits_follow_fidelity_unless_overridden(block, bits):
+    assert parse_block(block).state_bits == bits
+
+
+def test_missing_plan_file_and_missing_folder_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"{tmp_path / 'plan.json'} is not a file" in refusal({"plan": {"path": "plan.json"}})
+    assert f"the folder {tmp_path / 'plans'} does not exist" in refusal({"plan": {"path": "plans/plan.json"}})
+    assert "is not a file" in refusal({"plan": {"path": str(tmp_path)}})
+
+
+class TestLazytrainBlock:
+    def test_absent(self):
+        assert lazytrain_block({"zero_optimization": {"stage": 3}}) is None
+        assert lazytrain_block(None) is None
+
+    def test_switched_off(self):
+        assert lazytrain_block({"lazytrain": {"enabled": False, "a key of a later version": 1}}) is None
+
+    @pytest.mark.parametrize("block", [{}, {"enabled": True}, {"enabled": "false"}, {"enabled": 0}, {"enable": False}])
+    def test_anything_but_a_literal_false_is_left_for_the_parser(self, block):
+        assert lazytrain_block({"lazytrain": block}) is block
+
+    @pytest.mark.parametrize("block", [True, None, "auto", []])
+    def test_not_an_object(self, block):
+        with pytest.raises(ConfigError, match=re.escape('write "lazytrain": {}')):
+            lazytrain_block({"lazytrain": block})
