@@ -65,6 +65,8 @@ class PlacementPlan:
     """Tokens of one micro-batch that the memory figures hold for; None when unknown."""
     predicted_bytes: dict[str, int] = field(default_factory=dict)
     """Peak bytes per tier, `{"gpu": ..., "cpu": ...}`."""
+    predicted_step_s: float | None = None
+    """Step time by the simulator, optimizer step and accumulation included; None when unknown."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digests of the inputs: config, hardware profile, model profile."""
     schema_version: int = SCHEMA_VERSION

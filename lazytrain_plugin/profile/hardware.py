@@ -1,0 +1,147 @@
+"""`HardwareProfile`: capacities and rates of one machine, as one process sees them. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.profile._json import digest_of
+from lazytrain_plugin.units import GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """What the planner knows of a machine with one GPU (or none).
+
+    "Shared" rates are those seen while the other users of the same path are busy (both PCIe directions, the update
+    worker on host DRAM): the planner uses these, since in a step everything runs at once.
+    """
+
+    name: str
+    source: str
+    """Where the figures come from: "measured ..." or "estimate ..."."""
+    gpu_bytes: int
+    """GPU memory; 0 means that the CPU computes."""
+    gpu_free_bytes: int
+    """What this process may hold in all, memory that it holds already included."""
+    cpu_bytes: int
+    """Host memory: the smaller of RAM and the cgroup limit."""
+    cpu_free_bytes: int
+    """What this process may hold in all, its own resident memory included."""
+    pin_limit_bytes: int | None = None
+    """RLIMIT_MEMLOCK; None: no limit. CUDA's own pinning is not bound by it on most drivers."""
+    cpu_threads: int
+    """Threads that the CPU update may use."""
+
+    matmul_flop_per_s: float
+    """Dense bf16 matrix product at large sizes, on the device that computes."""
+    layer_flop_frac: float
+    """Share of `matmul_flop_per_s` that a whole decoder layer reaches (attention, norms, launches included)."""
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    h2d_shared_bytes_per_s: float
+    d2h_shared_bytes_per_s: float
+    host_memory_bytes_per_s: float
+    """Host DRAM, reads and writes together."""
+    gpu_memory_bytes_per_s: float
+    """GPU DRAM, reads and writes together; 0 without a GPU."""
+    cpu_update_32bit_parameters_per_s: float
+    """Fused AdamW with fp32 moments on `cpu_threads` threads, links idle."""
+    cpu_update_8bit_parameters_per_s: float
+    cpu_update_32bit_shared_parameters_per_s: float
+    cpu_update_8bit_shared_parameters_per_s: float
+    gpu_update_parameters_per_s: float
+    """AdamW on resident states; 0 without a GPU."""
+    nvme_bytes: int = 0
+    """Space that may be used on disk; 0: no NVMe tier."""
+    nvme_read_bytes_per_s: float = 0.0
+    nvme_write_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and value < 0:
+                raise ConfigError(f"hardware profile {self.name!r}: {field.name} is {value}; it can't be negative")
+        required = [
+            "cpu_bytes",
+            "cpu_free_bytes",
+            "cpu_threads",
+            "matmul_flop_per_s",
+            "layer_flop_frac",
+            "host_memory_bytes_per_s",
+            "cpu_update_32bit_parameters_per_s",
+            "cpu_update_8bit_parameters_per_s",
+            "cpu_update_32bit_shared_parameters_per_s",
+            "cpu_update_8bit_shared_parameters_per_s",
+        ]
+        if self.has_gpu:
+            required += [
+                "h2d_bytes_per_s",
+                "d2h_bytes_per_s",
+                "h2d_shared_bytes_per_s",
+                "d2h_shared_bytes_per_s",
+                "gpu_memory_bytes_per_s",
+                "gpu_update_parameters_per_s",
+            ]
+        zero = [name for name in required if not getattr(self, name)]
+        if zero:
+            raise ConfigError(
+                f"hardware profile {self.name!r}: {', '.join(zero)} must be above 0; measure it with `lazytrain profile`"
+            )
+        if self.layer_flop_frac > 1:
+            raise ConfigError(f"hardware profile {self.name!r}: layer_flop_frac is {self.layer_flop_frac}; it is in (0, 1]")
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.gpu_bytes > 0
+
+    @property
+    def layer_flop_per_s(self) -> float:
+        return self.matmul_flop_per_s * self.layer_flop_frac
+
+    def cpu_update_parameters_per_s(self, state_bits: int, *, shared: bool = True) -> float:
+        """Parameters that the CPU updates in a second, with 32- or 8-bit moments."""
+        suffix = "shared_parameters_per_s" if shared else "parameters_per_s"
+        return getattr(self, f"cpu_update_{state_bits}bit_{suffix}")
+
+    @property
+    def digest(self) -> str:
+        return digest_of(asdict(self))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def from_json(cls, text: str) -> HardwareProfile:
+        """Parses a profile. Memory may be given as `*_gib` instead of `*_bytes`; free memory defaults to all of it.
+
+        Raises:
+            ConfigError: not JSON, an unknown or a missing key, or a figure out of range.
+        """
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"not a hardware profile: {error}; start from a file in configs/hardware/") from error
+        if not isinstance(raw, dict):
+            raise ConfigError("not a hardware profile: the JSON is no object; start from a file in configs/hardware/")
+        for key in [key for key in raw if key.endswith("_gib")]:
+            raw[key.removesuffix("_gib") + "_bytes"] = int(raw.pop(key) * GIB)
+        for tier in ("gpu", "cpu"):
+            if f"{tier}_bytes" in raw:
+                raw.setdefault(f"{tier}_free_bytes", raw[f"{tier}_bytes"])
+        try:
+            return cls(**raw)
+        except TypeError as error:
+            raise ConfigError(f"not a hardware profile: {error}; compare with a file in configs/hardware/") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> HardwareProfile:
+        try:
+            return cls.from_json(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"hardware profile {str(path)!r} can't be read: {error.strerror}") from error

@@ -1,0 +1,202 @@
+"""`ModelProfile`: bytes and work of a model's units, per token where they grow with the batch. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from lazytrain_plugin.errors import ConfigError, UnsupportedModelError
+from lazytrain_plugin.profile._json import digest_of
+from lazytrain_plugin.units import align_up
+
+STATE_ALIGNMENT_ELEMENTS = 256
+"""Each tensor's states start at a multiple of this: the block of the 8-bit states never straddles two tensors."""
+FLAT_ALIGNMENT_BYTES = 1024
+"""Each tensor's weights and gradients start at a multiple of this inside a flat (256 fp32 elements)."""
+LOSS_CHUNK_TOKENS = 2048
+"""Tokens whose logits exist at once in the chunked loss. Fixed, so that plans stay bit-equal."""
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class UnitRole(StrEnum):
+    """What a unit is in the step."""
+
+    LAYER = "layer"
+    EMBEDDING = "embedding"
+    """Needed before the first layer; when tied it is the head too."""
+    HEAD = "head"
+    """Needed after the last layer."""
+    REST = "rest"
+    """Small stem tensors: the final norm and the like."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorProfile:
+    name: str
+    """Full parameter name, as in `model.named_parameters()`."""
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name without the `torch.` prefix."""
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def element_bytes(self) -> int:
+        try:
+            return DTYPE_BYTES[self.dtype]
+        except KeyError:
+            raise UnsupportedModelError(
+                f"{self.name}: dtype {self.dtype} has no known size; cast it to bfloat16 or float32"
+            ) from None
+
+    @property
+    def flat_bytes(self) -> int:
+        """Bytes in a flat of weights or gradients, padding included."""
+        return align_up(self.numel * self.element_bytes, FLAT_ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitProfile:
+    """A streamed layer, or a part of the stem. Every parameter appears in one unit only (tied ones too)."""
+
+    name: str
+    tensors: tuple[TensorProfile, ...]
+    role: UnitRole = UnitRole.LAYER
+    boundary_bytes_per_token: int = 0
+    """The unit's input, which is kept in any case."""
+    kept_bytes_per_token: int = 0
+    """What KEEP adds: saved tensors other than weights and the input, each storage once."""
+    workspace_bytes_per_token: int = 0
+    """What a recompute and its backward hold at their fullest moment, beyond the input."""
+    flop_per_token: float = 0.0
+    """Floating point operations of the forward, attention included."""
+    forward_s_per_token: float | None = None
+    """Measured time of the forward; None: derived from `flop_per_token`."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors if tensor.trainable)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the flat that holds all weights."""
+        return sum(tensor.flat_bytes for tensor in self.tensors)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the flat of gradients, in the weights' dtype."""
+        return sum(tensor.flat_bytes for tensor in self.tensors if tensor.trainable)
+
+    @property
+    def state_numel(self) -> int:
+        """Elements of a flat of states: trainable tensors, padded."""
+        return sum(align_up(tensor.numel, STATE_ALIGNMENT_ELEMENTS) for tensor in self.tensors if tensor.trainable)
+
+    @property
+    def remainder_bytes(self) -> int:
+        """The int16 remainders; a unit whose trainable weights are all fp32 has none (they are their own master)."""
+        split = any(tensor.trainable and tensor.element_bytes == 2 for tensor in self.tensors)
+        return 2 * self.state_numel if split else 0
+
+    def moment_bytes(self, state_bits: int) -> int:
+        """Both Adam moments: fp32, or 8-bit codes with an fp32 scale for each block of 256."""
+        numel = self.state_numel
+        return 8 * numel if state_bits == 32 else 2 * (numel + 4 * (numel // STATE_ALIGNMENT_ELEMENTS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    name: str
+    units: tuple[UnitProfile, ...]
+    """Streamed units in forward order."""
+    stem: tuple[UnitProfile, ...]
+    """Stem units in forward order."""
+    hidden_size: int
+    vocab_size: int
+    sequence_length: int
+    """Sequence length that `flop_per_token` was counted at (attention grows with it)."""
+    activation_bytes: int
+    """Bytes of one activation element."""
+    tied: bool = False
+    """The head is the embedding."""
+    chunked_loss: bool = True
+    """Logits exist for `LOSS_CHUNK_TOKENS` tokens at once; False: for the whole micro-batch."""
+    estimate: str = ""
+    """How activation bytes were found, when not by running the units on meta tensors."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(unit.num_parameters for unit in (*self.units, *self.stem))
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(unit.num_trainable for unit in (*self.units, *self.stem))
+
+    def loss_bytes(self, tokens: int) -> int:
+        """Logits, their gradient, the head's fp32 gradient and the hidden state's gradient.
+
+        The chunked loss holds bf16 logits, an fp32 copy and the gradient in place of the bf16 ones, for one chunk, and
+        accumulates the head's gradient in fp32 over chunks.
+        """
+        if not self.vocab_size:
+            return 0
+        rows = min(tokens, LOSS_CHUNK_TOKENS) if self.chunked_loss else tokens
+        # One copy in the model's dtype, one in fp32, and the fp32 softmax that backward needs.
+        logits = rows * self.vocab_size * (self.activation_bytes + 8)
+        head_trainable = any(
+            unit.num_trainable
+            for unit in self.stem
+            if unit.role == UnitRole.HEAD or (self.tied and unit.role == UnitRole.EMBEDDING)
+        )
+        head_gradient = 4 * self.vocab_size * self.hidden_size if self.chunked_loss and head_trainable else 0
+        return logits + head_gradient + tokens * self.hidden_size * self.activation_bytes
+
+    @property
+    def digest(self) -> str:
+        return digest_of(asdict(self))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelProfile:
+        """Parses a profile; raises ConfigError when it is not one."""
+        try:
+            raw = json.loads(text)
+            for part in ("units", "stem"):
+                raw[part] = tuple(_unit_from_dict(unit) for unit in raw[part])
+            return cls(**raw)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"not a model profile: {error}; write one with `lazytrain profile MODEL`") from error
+
+
+def _unit_from_dict(raw: dict) -> UnitProfile:
+    tensors = tuple(TensorProfile(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in raw["tensors"])
+    return UnitProfile(**{**raw, "tensors": tensors, "role": UnitRole(raw["role"])})

@@ -1,0 +1,104 @@
+"""Stand-ins for fused kernels on meta tensors: right shapes, and exactly what the kernel saves for backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class _Attention(torch.autograd.Function):
+    """Flash attention saves q, k, v, the output and the log-sum-exp of each row."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _Norm(torch.autograd.Function):
+    """A fused norm saves its input and one fp32 statistic per row."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _, weight, _ = ctx.saved_tensors
+        return torch.empty_like(gradient), torch.empty_like(weight)
+
+
+class _GatedProduct(torch.autograd.Function):
+    """Fused act(gate) * up saves both inputs and nothing in between."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.empty_like(gradient), torch.empty_like(gradient)
+
+
+class _AttentionMode(TorchFunctionMode):
+    """Answers attention calls with `_Attention`; meta tensors have no backend to choose from."""
+
+    def __init__(self, on_attention: Callable[[int], None]) -> None:
+        super().__init__()
+        self._on_attention = on_attention
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
+            self._on_attention(query.shape[-3] * query.shape[-1])
+            return _Attention.apply(query, key, value)
+        if function is torch.Tensor.__bool__ and args[0].is_meta:
+            # Only asked to find out whether a mask is needed ("are all positions plain?"): they are.
+            return True
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def shape_kernels(model: nn.Module, *, fused: bool, on_attention: Callable[[int], None]) -> Iterator[None]:
+    """Within it, attention (and with `fused` RMSNorm and gated MLPs) run as their fused kernels would, shapes only.
+
+    Args:
+        on_attention: told the query width (heads x head size) of every attention call.
+    """
+    replaced: list[nn.Module] = []
+    try:
+        if fused:
+            for module in model.modules():
+                forward = _fused_forward(module)
+                if forward is not None and "forward" not in vars(module):
+                    module.forward = forward
+                    replaced.append(module)
+        with _AttentionMode(on_attention):
+            yield
+    finally:
+        for module in replaced:
+            del module.forward
+
+
+def _fused_forward(module: nn.Module) -> Callable | None:
+    if type(module).__name__.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), nn.Parameter):
+        return lambda hidden, *args, **kwargs: _Norm.apply(hidden, module.weight)
+    if all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "up_proj", "down_proj")):
+        return lambda hidden, *args, **kwargs: module.down_proj(
+            _GatedProduct.apply(module.gate_proj(hidden), module.up_proj(hidden))
+        )
+    return None
