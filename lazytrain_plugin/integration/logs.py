@@ -17,8 +17,9 @@ def setup_logging() -> None:
     if logger.handlers or logger.level != logging.NOTSET:
         return
     logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    if logging.getLogger().handlers:
+        return  # the script has set logging up: its handlers print our lines, in its format
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("[LazyTrain] %(message)s"))
     logger.addHandler(handler)
-    # The root logger's handlers (Trainer scripts often set one) would print every line a second time.
-    logger.propagate = False
+    logger.propagate = False  # handlers that the script adds later would print every line a second time

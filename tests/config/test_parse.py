@@ -93,7 +93,7 @@ def test_unknown_key_names_the_nearest(block, says):
         ({"watchdog_s": -0.5}, "is -0.5; expected a number of at least 0"),
         ({"watchdog_s": None}, "is null; expected a number of at least 0"),
         ({"fidelity": "Exact"}, 'is "Exact"; expected "exact" or "balanced"'),
-        ({"plan": "plan.json"}, "\"lazytrain.plan\" is 'plan.json'; expected an object"),
+        ({"plan": "plan.json"}, '"lazytrain.plan" is "plan.json"; expected an object'),
         ({"plan": None}, '"lazytrain.plan" is null; expected an object'),
     ],
 )
