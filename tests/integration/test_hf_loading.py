@@ -8,7 +8,6 @@ import textwrap
 
 import pytest
 import torch
-import transformers
 import transformers.integrations.deepspeed as hf_deepspeed
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -51,6 +50,7 @@ def llama_config() -> LlamaConfig:
 
 def test_every_holder_of_the_question_has_the_patched_one(hf_config):
     import transformers.generation.utils
+    import transformers.integrations.accelerate
     import transformers.modeling_utils
     import transformers.trainer_pt_utils
     import transformers.trainer_seq2seq
@@ -128,7 +128,9 @@ def status_bytes(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
 
 path, ds_config = sys.argv[1], json.loads(sys.argv[2])
-config = LlamaConfig(vocab_size=512, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=8)
+config = LlamaConfig(
+    vocab_size=512, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=8
+)
 with torch.device("meta"):
     num_bytes = sum(p.numel() * 4 for p in LlamaForCausalLM(config).parameters())
 if not os.path.exists(path):
