@@ -171,33 +171,43 @@ def streamed_bytes(skeleton: object) -> int:
     return sum(sizes) + MIB
 
 
-def load_mapped(path: str | os.PathLike) -> Any:
-    """`torch.load` through a private file mapping: no tensor takes memory until it is read.
+class MappedFile:
+    """A `torch.save` file opened through a private file mapping: no tensor takes memory until it is read.
 
-    Drop what was read with `release_pages`. Runs pickled code, like every loader of DeepSpeed checkpoints: their
-    pickles hold DeepSpeed's own classes and the user's client state.
+    Drop what was read with `release`; without that a resume's resident set grows to the size of the file.
+
+    Runs pickled code, like every loader of DeepSpeed checkpoints: their pickles hold DeepSpeed's own classes and the
+    user's client state.
     """
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        self._ranges = _mapped_ranges(os.path.realpath(path))
+
+    def release(self, tensor: Tensor) -> None:
+        """Gives back the memory behind a tensor of this file; a later read fetches it from the file again.
+
+        A tensor that lies elsewhere is left alone. Changes made to the mapping are lost.
+        """
+        start = tensor.untyped_storage().data_ptr()
+        end = start + tensor.untyped_storage().nbytes()
+        for range_start, range_end in self._ranges:
+            if range_start <= start and end <= range_end:
+                # Whole pages only; one shared with a neighbour in the file is read again at worst.
+                start, end = start & -mmap.PAGESIZE, end & -mmap.PAGESIZE
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+                return
 
 
-def release_pages(tensor: Tensor) -> None:
-    """Gives back the memory behind a tensor of `load_mapped`; a later read fetches it from the file again.
-
-    Without this a resume's resident set grows to the size of the file. Only for unmodified mapped tensors: on other
-    memory it would lose data.
-    """
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    start = tensor.untyped_storage().data_ptr()
-    end = start + tensor.untyped_storage().nbytes()
-    # Whole pages only; a page shared with a neighbour is read again at worst.
-    start, end = start & -mmap.PAGESIZE, end & -mmap.PAGESIZE
-    if end > start:
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+def _mapped_ranges(path: str) -> list[tuple[int, int]]:
+    """Address ranges of this process that map `path`; none where /proc does not tell (then nothing is released)."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split(maxsplit=5) for line in lines]
+    spans = [row[0].split("-") for row in fields if len(row) == 6 and row[5] == path]
+    return [(int(start, 16), int(end, 16)) for start, end in spans]
 
 
 def _map_specs(node: Any, replace: Callable[[KeyPath, TensorSpec], Any], key_path: KeyPath = ()) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lazytrain_plugin.runtime import streamed_file
-from lazytrain_plugin.runtime.streamed_file import StreamedSave, TensorSpec, load_mapped, release_pages, streamed_bytes
+from lazytrain_plugin.runtime.streamed_file import MappedFile, StreamedSave, TensorSpec, streamed_bytes
 
 LOADERS = [{"mmap": mmap, "weights_only": weights_only} for mmap in (False, True) for weights_only in (False, True)]
 
@@ -77,7 +77,7 @@ def test_a_real_tensor_inside_an_opaque_object_is_not_lost(tmp_path):
         tmp_path / "x.pt", {"before": parameter, "leaf": TensorSpec(torch.Size([3]), torch.float32)}
     ) as f:
         f.write(("leaf",), torch.tensor([1.0, 2.0, 3.0]))
-    loaded = load_mapped(tmp_path / "x.pt")
+    loaded = MappedFile(tmp_path / "x.pt").content
     assert loaded["before"].tolist() == [0, 1, 2, 3, 4] and loaded["leaf"].tolist() == [1, 2, 3]
 
 
@@ -130,37 +130,46 @@ def test_closing_with_a_leaf_missing_is_an_error(tmp_path):
         pass
 
 
-def test_released_pages_are_read_again_from_the_file(tmp_path):
+def test_released_tensors_are_read_again_from_the_file(tmp_path):
     tree = _expected()
     _write_all(tmp_path / "x.pt", tree)
-    loaded = load_mapped(tmp_path / "x.pt")
-    before = loaded["flat"][0].clone()
-    for _ in range(2):
-        release_pages(loaded["flat"][0])
-        release_pages(loaded["flat"][3])
-        torch.testing.assert_close(loaded["flat"][0], before, rtol=0, atol=0)
-    torch.testing.assert_close(loaded["flat"][1], tree["flat"][1], rtol=0, atol=0)
+    file = MappedFile(tmp_path / "x.pt")
+    flat = file.content["flat"]
+    flat[0].fill_(0)  # proves that the pages really go: the private change is lost
+    file.release(flat[0])
+    inside = slice(1024, 900_000)  # the first and last page may stay
+    torch.testing.assert_close(flat[0][inside], tree["flat"][0][inside], rtol=0, atol=0)
+    torch.testing.assert_close(flat[1], tree["flat"][1], rtol=0, atol=0)
+
+
+def test_release_never_touches_memory_outside_the_file(tmp_path):
+    _write_all(tmp_path / "x.pt", _expected())
+    file = MappedFile(tmp_path / "x.pt")
+    ordinary = torch.ones(3_000_000)
+    file.release(ordinary)
+    assert ordinary.min() == 1
 
 
 MEMORY_PROBE = """
 import resource, sys, torch
-from lazytrain_plugin.runtime.streamed_file import StreamedSave, TensorSpec, load_mapped, release_pages
+from lazytrain_plugin.runtime.streamed_file import MappedFile, StreamedSave, TensorSpec
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 count, numel = 40, 2_500_000  # 400 MB in tensors of 10 MB
 warm = torch.zeros(numel)
 with StreamedSave(sys.argv[1] + "warm", [TensorSpec(warm.shape, warm.dtype)]) as file:
     file.write((0,), warm)
-load_mapped(sys.argv[1] + "warm")
+MappedFile(sys.argv[1] + "warm")
 before = peak_mib()
 with StreamedSave(sys.argv[1], [TensorSpec(torch.Size([numel]), torch.float32)] * count) as file:
     for index in range(count):
         file.write((index,), torch.full((numel,), float(index)))
 print("save", peak_mib() - before)
-loaded = load_mapped(sys.argv[1])
+file = MappedFile(sys.argv[1])
+loaded = file.content
 for index in range(count):
     assert loaded[index].mean().item() == index
-    release_pages(loaded[index])
+    file.release(loaded[index])
 print("load", peak_mib() - before)
 """
 
