@@ -53,9 +53,9 @@ class TrainState(Protocol):
 
         The native optimizer gives "step" (number) and "exp_avg", "exp_avg_sq" decoded to fp32 [numel] on the CPU; a
         torch optimizer gives whatever it keeps. A key with a dot is a *codec entry*: the stored form of the value
-        before the dot ("exp_avg.codes" uint8, "exp_avg.scales" fp32). Decoded 8-bit moments do not encode to the same
-        codes again (the signed map has no -1, so a block's scale moves), and only codec entries make a resume under
-        8-bit states bit-equal.
+        before the dot ("exp_avg.codes" uint8, "exp_avg.scales" fp32). Encoding decoded moments again gives the same
+        codes, but one scale in some hundred moves by an ulp; only codec entries make a resume under 8-bit states
+        bit-equal.
         """
         ...
 

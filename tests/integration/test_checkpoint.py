@@ -97,7 +97,7 @@ def test_resume_is_bit_equal(tmp_path, case, bits):
 
 
 def test_decoded_8bit_moments_alone_would_not_resume_bit_equal():
-    """Why codec entries exist: a block whose largest element is negative gets another scale when encoded again."""
+    """Why codec entries exist: with this map, a block whose extreme is negative gets another scale next time."""
     values = -torch.linspace(0.01, 1, 256)
     codes, scales = encode(values)
     again, scales_again = encode(decode(codes, scales))
