@@ -1,7 +1,7 @@
 """From a model (live, or on the meta device) to its `ModelProfile`, without touching a weight.
 
-The model is run once on meta tensors: shapes flow, no memory is used and nothing is computed. Tensors that autograd saves
-inside a unit are counted, each storage once, without weights and without the unit's own inputs.
+The model is run once on meta tensors: shapes flow, no memory is used and nothing is computed. Tensors that autograd
+saves inside a unit are counted, each storage once, without weights and without the unit's own inputs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,7 @@ def extract_model_profile(
     fused_kernels: bool = True,
     chunked_loss: bool | None = None,
     name: str | None = None,
+    dtypes: Mapping[nn.Parameter, torch.dtype] | None = None,
 ) -> ModelProfile:
     """Profiles `model`; call it before forwards are replaced (its modules' own `forward` must run on meta tensors).
 
@@ -45,7 +46,9 @@ def extract_model_profile(
         sequence_length: what attention's FLOP are counted at.
         fused_kernels: count RMSNorm, SwiGLU and attention as the fused kernels save them; False: as eager PyTorch does.
         chunked_loss: whether logits exist for a chunk of tokens only; None: as `fused_kernels` says.
+        dtypes: what weights are going to be at home where that is not what they are now (a cast to bf16).
     """
+    dtypes = dtypes or {}
     names = {id(parameter): parameter_name for parameter_name, parameter in model.named_parameters()}
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -64,7 +67,7 @@ def extract_model_profile(
         unit_profiles.append(
             UnitProfile(
                 name=unit_name,
-                tensors=_tensor_profiles(owned, names),
+                tensors=_tensor_profiles(owned, names, dtypes),
                 boundary_bytes_per_token=probe.boundary_bytes,
                 kept_bytes_per_token=probe.kept_bytes,
                 workspace_bytes_per_token=probe.workspace_bytes,
@@ -78,22 +81,20 @@ def extract_model_profile(
         stem_profiles.append(
             UnitProfile(
                 name=stem_name,
-                tensors=_tensor_profiles(parameters, names),
+                tensors=_tensor_profiles(parameters, names, dtypes),
                 role=role,
                 flop_per_token=2.0 * sum(p.numel() for p in parameters) if is_head else 0.0,
             )
         )
-    hidden_size = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or getattr(config, "d_model", 0)
-    if embedding is not None and not hidden_size:
-        hidden_size = embedding.shape[-1]
+    hidden_size = head.shape[-1] if head is not None else _config_int(config, "hidden_size", "n_embd", "d_model")
     return ModelProfile(
         name=name or type(model).__name__,
         units=tuple(unit_profiles),
         stem=tuple(stem_profiles),
-        hidden_size=int(hidden_size or 0),
+        hidden_size=hidden_size,
         vocab_size=int(head.shape[0]) if head is not None else 0,
         sequence_length=sequence_length,
-        activation_bytes=_activation_bytes(model),
+        activation_bytes=_activation_bytes(model, dtypes),
         tied=embedding is not None and embedding is head,
         chunked_loss=fused_kernels if chunked_loss is None else chunked_loss,
         estimate=estimate,
@@ -207,8 +208,9 @@ class _Recorder:
 
     def finish(self, *, eager: bool) -> dict[str, _Probe]:
         for name, probe in self.probes.items():
-            # Backward is fullest in the MLP: all saved tensors plus the gradients of its widest intermediates (three of
-            # them in eager SwiGLU; the fused kernel writes two in place). The unit's own input and output gradients ride on.
+            # Backward is fullest in the MLP: all saved tensors plus the gradients of its widest intermediates (three
+            # of them in eager SwiGLU, fewer in the fused kernel, which writes in place), and the unit's input and
+            # output gradients.
             transient = (3 if eager else 2) * self._largest[name] + 2 * probe.boundary_bytes
             probe.workspace_bytes = -(-(probe.kept_bytes + transient) // PROBE_TOKENS)
             probe.kept_bytes = -(-probe.kept_bytes // PROBE_TOKENS)
@@ -219,7 +221,7 @@ class _Recorder:
 def _structural_probe(module: nn.Module, config: object) -> _Probe:
     """Upper estimate without running: each linear map keeps its input and its output."""
     element = _activation_bytes(module)
-    hidden = int(getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
+    hidden = _config_int(config, "hidden_size", "n_embd", "d_model")
     width = largest = attention = 0.0
     for name, parameter in module.named_parameters():
         if parameter.ndim < 2 or "lora_" in name:
@@ -240,15 +242,14 @@ def _structural_probe(module: nn.Module, config: object) -> _Probe:
 
 
 def _visits_per_token(name: str, parameter: torch.Tensor, config: object) -> float:
-    """How many matrices of this parameter a token is multiplied with: below 1 for one expert of a list, `top_k` for
-    stacked experts [experts, out, in], 1 for a plain matrix."""
-    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_selected_experts", None) or 1
+    """How many matrices of this parameter a token is multiplied with.
+
+    Below 1 for one expert of a list, `top_k` for stacked experts [experts, out, in], 1 for a plain matrix.
+    """
+    top_k = _config_int(config, "num_experts_per_tok", "num_selected_experts") or 1
     if parameter.ndim >= 3:
         return float(min(top_k, parameter.shape[0]))
-    experts = next(
-        (getattr(config, key) for key in ("num_local_experts", "num_experts", "n_routed_experts") if getattr(config, key, 0)),
-        0,
-    )
+    experts = _config_int(config, "num_local_experts", "num_experts", "n_routed_experts")
     return min(1.0, top_k / experts) if experts and ".experts." in f".{name}" else 1.0
 
 
@@ -288,13 +289,13 @@ def _without_gradient_checkpointing(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True
 
 
-def _tensor_profiles(parameters, names: dict[int, str]) -> tuple[TensorProfile, ...]:
+def _tensor_profiles(parameters, names: dict[int, str], dtypes: Mapping) -> tuple[TensorProfile, ...]:
     seen: dict[int, nn.Parameter] = {id(parameter): parameter for parameter in parameters}
     return tuple(
         TensorProfile(
             name=names.get(key, ""),
             shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
+            dtype=str(dtypes.get(parameter, parameter.dtype)).removeprefix("torch."),
             trainable=parameter.requires_grad,
         )
         for key, parameter in seen.items()
@@ -317,6 +318,11 @@ def _weight_of(model: nn.Module, getter: str) -> torch.Tensor | None:
     return getattr(module, "weight", None)
 
 
-def _activation_bytes(module: nn.Module) -> int:
-    floating = [p.dtype.itemsize for p in module.parameters() if p.dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    return min(floating, default=4)
+def _activation_bytes(module: nn.Module, dtypes: Mapping) -> int:
+    found = {dtypes.get(parameter, parameter.dtype) for parameter in module.parameters()}
+    return 2 if found & {torch.bfloat16, torch.float16} else 4
+
+
+def _config_int(config: object, *keys: str) -> int:
+    """The first of these keys that the config has; 0 if none."""
+    return next((int(value) for key in keys if (value := getattr(config, key, None))), 0)

@@ -1,0 +1,226 @@
+"""`LazyTrainEngine`: the DeepSpeed engine whose parameters, activations, gradients and updates LazyTrain places."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION
+from torch import distributed as dist
+from torch import nn
+
+from lazytrain_plugin.errors import ConfigError, UnsupportedModelError
+from lazytrain_plugin.integration import fused, hook
+from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
+from lazytrain_plugin.integration.client_optimizer import make_adam, make_updater, optimizer_state_bits
+from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
+from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
+from lazytrain_plugin.integration.planning import Planner, count_tokens
+from lazytrain_plugin.kernels import native
+from lazytrain_plugin.runtime.discovery import discover
+from lazytrain_plugin.runtime.executor import Executor
+from lazytrain_plugin.runtime.streamed_module import guarded_apply
+from lazytrain_plugin.runtime.train_state import ExecutorState
+
+logger = logging.getLogger(__name__)
+
+
+class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
+    """A drop-in for `DeepSpeedEngine` at ZeRO stage 3, made by `deepspeed.initialize` under an enabled block.
+
+    Raises:
+        ConfigError: more than one rank, or a config that LazyTrain can't honour.
+        UnsupportedModelError: the model can't be streamed exactly.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.lazytrain: ExecutorState | None = None
+        config = hook.active_config() or hook.load_config(kwargs["config"])
+        object.__setattr__(self, "_lazytrain_config", config)
+        super().__init__(*args, dont_change_device=True, **kwargs)
+
+    # What DeepSpeed's constructor calls.
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"LazyTrain trains on one process in this version, and this job has {dist.get_world_size()}; start it "
+                'with --num_processes 1, or set "lazytrain": {"enabled": false}'
+            )
+        super()._configure_distributed_model(model)
+        self._home_dtypes = home_dtypes(model, self.bfloat16_enabled(), self._keep_fp32_pattern())
+
+    def _keep_fp32_pattern(self) -> Any:
+        """DeepSpeed's pattern of names that stay in fp32 (versions before it had the setting: None)."""
+        with contextlib.suppress(ImportError, AttributeError):
+            from deepspeed.runtime.engine import keep_in_fp32_pattern
+
+            return keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, torch.bfloat16)
+        return None
+
+    def _cast_module_mixed_precision(self, *args: Any, **kwargs: Any) -> None:
+        """Weights are cast on their way home, so that the fp32 value can become the master."""
+
+    def _broadcast_model(self) -> None:
+        """One rank."""
+
+    def _configure_basic_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer:
+        # DeepSpeed would compile its fused Adam here; only its hyper-parameters are needed.
+        adam = make_adam(self.optimizer_name(), self.optimizer_params(), model_parameters)
+        return adam if adam is not None else super()._configure_basic_optimizer(model_parameters)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+        return ZERO_OPTIMIZATION
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> LazyTrainOptimizer:
+        config = self._lazytrain_config
+        device = torch.device("cpu") if self.device.type == "cpu" else torch.device(self.device)
+        native.set_num_threads(config.optimizer.threads or native.default_num_threads(1))
+        updater = make_updater(optimizer, config.optimizer.implementation)
+        found = discover(self.module)
+        logger.info(found.statement())
+        turn_off_gradient_checkpointing(self.module)
+        self._planner = Planner(
+            config,
+            self.module,
+            found,
+            device,
+            dtypes=self._home_dtypes,
+            state_bits=optimizer_state_bits(optimizer, config),
+            accumulation_steps=self.gradient_accumulation_steps(),
+            micro_batch_size=self.train_micro_batch_size_per_gpu(),
+        )
+        executor = Executor(
+            self.module,
+            found,
+            device,
+            dtypes=self._home_dtypes,
+            optimizer=optimizer,
+            updater=updater,
+            side_outputs=RecordedOutputs(),
+            prepare_inputs=drop_caches,
+        )
+        executor.place(self._planner.first_plan())
+        if config.fused_kernels and device.type == "cuda":
+            fused.apply_fused_kernels(self.module, device)
+        self.lazytrain = ExecutorState(executor)
+        self._managed_parameters = {id(parameter) for parameter in self.module.parameters()}
+        self.module._apply = ApplyGuard(self.module)
+        return LazyTrainOptimizer(optimizer, self.lazytrain, self.seq_data_parallel_group, self.gradient_clipping())
+
+    # A step.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._refuse_new_parameters()
+        executor = self.lazytrain.executor
+        if self.module.training and torch.is_grad_enabled():
+            plan = self._planner.plan_for(count_tokens(inputs, kwargs))
+            if plan is not None:
+                executor.place(plan)
+        executor.begin_forward()
+        return super().forward(*inputs, **kwargs)
+
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> None:
+        if self.lazytrain is None:
+            return  # the planner runs the model on meta tensors while the engine is being made
+        if self.training_dataloader is None:
+            self.tput_timer.start()
+        self._start_timers(self.engine_timers.forward_timers)
+
+    def _forward_epilogue(self) -> None:
+        if self.lazytrain is not None:
+            self._stop_timers(self.engine_timers.forward_timers)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """One rank: gradients are where they belong already."""
+        self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """One rank: there is nothing to hold back."""
+        yield
+
+    def flush(self) -> None:
+        """Waits until every optimizer update is done."""
+        self.lazytrain.flush()
+
+    # Users' other calls.
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "torch.compile of the whole model is not supported under LazyTrain: its layers move while they run. Leave "
+            "torch_compile off in the training arguments"
+        )
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError("offload_states is not supported: LazyTrain's plan says where states rest")
+
+    reload_states = offload_states
+
+    def destroy(self) -> None:
+        if self.lazytrain is not None:
+            self.lazytrain.executor.close()
+            fused.remove(self.module)
+            self.module.__dict__.pop("_apply", None)
+        super().destroy()
+
+    def _refuse_new_parameters(self) -> None:
+        new = [name for name, p in self.module.named_parameters() if id(p) not in self._managed_parameters]
+        if new:
+            raise UnsupportedModelError(
+                f"{new[0]} (and {len(new) - 1} more) became part of the model after the engine was made; add adapters, "
+                "resize embeddings and replace layers before the Trainer (or accelerator.prepare) sees the model"
+            )
+
+
+class ApplyGuard:
+    """Stands in for the model's `_apply`, so that `.to`, `.cuda` and `.half` can't move weights from their homes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
+        return guarded_apply(self._module, fn)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        # A copy of the model is not managed: it gets its class's own method, bound to the copy.
+        copied = memo[id(self._module)]
+        return type(copied)._apply.__get__(copied)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model managed by LazyTrain can't be pickled whole; save its state_dict() instead")
+
+
+def home_dtypes(model: nn.Module, bf16: bool, keep_fp32: Any) -> dict[nn.Parameter, torch.dtype]:
+    """Dtype of each weight at home: bf16 for a model that comes in fp32 under bf16, else what the model chose.
+
+    Raises:
+        UnsupportedModelError: fp16 or fp64 weights.
+    """
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise UnsupportedModelError(
+                f"{name} is {parameter.dtype}; LazyTrain trains bf16 and fp32 weights. Load the model with "
+                "dtype=torch.bfloat16 (fp16 needs loss scaling, bf16 has fp32's range and does not)"
+            )
+    mixed = any(parameter.dtype == torch.bfloat16 for _, parameter in named)
+    return {
+        parameter: torch.bfloat16
+        if bf16 and not mixed and parameter.is_floating_point() and not (keep_fp32 and keep_fp32.search(name))
+        else parameter.dtype
+        for name, parameter in named
+    }
+
+
+def turn_off_gradient_checkpointing(model: nn.Module) -> None:
+    """The plan decides what is recomputed; checkpointing inside a unit would recompute it twice."""
+    active = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in active:
+        module.gradient_checkpointing = False
+    if active:
+        logger.info("gradient checkpointing is taken over by the plan, which decides per layer what is recomputed")

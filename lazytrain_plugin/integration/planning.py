@@ -1,0 +1,150 @@
+"""When a plan is made in training: before the first batch if its size is known, else at it; again for a larger one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lazytrain_plugin.config.schema import LazyTrainConfig
+from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+from lazytrain_plugin.profile.extract import extract_model_profile
+from lazytrain_plugin.profile.measure import measure_hardware
+from lazytrain_plugin.runtime.discovery import Discovery
+from lazytrain_plugin.units import GIB, format_bytes
+from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
+
+logger = logging.getLogger(__name__)
+
+
+class Planner:
+    """Makes plans for one model on this machine, or follows the one that the user fixed."""
+
+    def __init__(
+        self,
+        config: LazyTrainConfig,
+        model: nn.Module,
+        discovery: Discovery,
+        device: torch.device,
+        *,
+        dtypes: dict[nn.Parameter, torch.dtype],
+        state_bits: int,
+        accumulation_steps: int,
+        micro_batch_size: int,
+    ) -> None:
+        self._config = config
+        self._discovery = discovery
+        self._device = device
+        self._state_bits = state_bits
+        self._accumulation_steps = accumulation_steps
+        self._planned_tokens: int | None = None
+        self._fixed = self._load_fixed_plan()
+        if self._fixed is None:
+            self._model_profile = extract_model_profile(
+                model,
+                [(unit.name, unit.module) for unit in discovery.units],
+                [(unit.name, [p for _, p in unit.parameters]) for unit in discovery.stem],
+                fused_kernels=config.fused_kernels and device.type == "cuda",
+                dtypes=dtypes,
+            )
+            hardware = measure_hardware(device)
+            # The model's first copy is freed when its weights go home, so its memory is there to be planned with.
+            loaded = {"cpu": 0, "cuda": 0}
+            for parameter in model.parameters():
+                loaded[parameter.device.type] = loaded.get(parameter.device.type, 0) + parameter.nbytes
+            self._hardware = replace(hardware, cpu_free_bytes=hardware.cpu_free_bytes + loaded["cpu"])
+
+    def _load_fixed_plan(self) -> PlacementPlan | None:
+        path = self._config.plan.path
+        if path is None:
+            return None
+        plan = PlacementPlan.load(path)
+        found = {unit.name for unit in (*self._discovery.units, *self._discovery.stem)}
+        planned = {unit.name for unit in (*plan.units, *plan.stem)}
+        if found != planned:
+            missing, extra = sorted(found - planned), sorted(planned - found)
+            raise PlanMismatchError(
+                f"{path} is not a plan of this model: it lacks {missing[:3]} and has {extra[:3]}; "
+                "make one with `lazytrain plan`"
+            )
+        return plan
+
+    def first_plan(self) -> PlacementPlan:
+        """What holds before the first batch is known."""
+        if self._fixed is not None:
+            return self._fixed
+        if self._config.max_tokens is not None:
+            return self._plan(self._config.max_tokens)
+        return self._everything_on_the_cpu()
+
+    def plan_for(self, num_tokens: int | None) -> PlacementPlan | None:
+        """A new plan if a batch of `num_tokens` needs one."""
+        if self._fixed is not None or num_tokens is None:
+            return None
+        if self._planned_tokens is not None and num_tokens <= self._planned_tokens:
+            return None
+        if self._planned_tokens is not None:
+            logger.info(
+                "a batch of %d tokens is larger than the %d that the plan is for: planning again "
+                '(set "max_tokens" to plan once)',
+                num_tokens,
+                self._planned_tokens,
+            )
+        return self._plan(num_tokens)
+
+    def _plan(self, num_tokens: int) -> PlacementPlan:
+        config = self._config
+        plan = greedy_plan(
+            self._model_profile,
+            self._hardware,
+            max_tokens=num_tokens,
+            gpu_budget_bytes=_bytes(config.gpu_memory_gib),
+            cpu_budget_bytes=_bytes(config.cpu_memory_gib),
+            fidelity=Fidelity(config.fidelity),
+            state_bits=self._state_bits,
+            accumulation_steps=self._accumulation_steps,
+        )
+        self._planned_tokens = num_tokens
+        resident = sum(unit.weights == Tier.GPU for unit in plan.units)
+        kept = sum(unit.activations == Activations.KEEP for unit in plan.units)
+        logger.info(
+            "plan for %d tokens: %d of %d units on the GPU, %d keep their activations; peak %s",
+            num_tokens,
+            resident,
+            len(plan.units),
+            kept,
+            ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in plan.predicted_bytes.items()),
+        )
+        return plan
+
+    def _everything_on_the_cpu(self) -> PlacementPlan:
+        stem_home = Tier.GPU if self._device.type == "cuda" else Tier.CPU
+        unit = lambda found, weights: UnitPlan(  # noqa: E731
+            name=found.name, weights=weights, states=Tier.CPU, updater=Updater.CPU, state_bits=self._state_bits
+        )
+        return PlacementPlan(
+            units=tuple(unit(found, Tier.CPU) for found in self._discovery.units),
+            stem=tuple(unit(found, stem_home) for found in self._discovery.stem),
+        )
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
+
+
+def count_tokens(inputs: tuple, kwargs: Mapping[str, Any]) -> int | None:
+    """Tokens (batch x sequence) of a model call: from `input_ids` or `inputs_embeds`, else the first 2-D argument."""
+    for name in ("input_ids", "inputs_embeds", "decoder_input_ids"):
+        value = kwargs.get(name)
+        if isinstance(value, torch.Tensor) and value.ndim >= 2:
+            return value.shape[0] * value.shape[1]
+    for value in (*inputs, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.ndim >= 2:
+            return value.shape[0] * value.shape[1]
+    return None

@@ -1,0 +1,345 @@
+"""Carries a plan out: leases, prefetch, gradients home, lazy exact updates. It decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import nn
+
+from lazytrain_plugin.errors import UnsupportedModelError
+from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.runtime import streamed_module
+from lazytrain_plugin.runtime.discovery import Discovery
+from lazytrain_plugin.runtime.gradients import GradientSink
+from lazytrain_plugin.runtime.homes import UnitHome
+from lazytrain_plugin.runtime.layout import UnitTensor, lay_out
+from lazytrain_plugin.runtime.node import LocalGraph, UnitCall, leaves_of, refuse_unknown_leaf
+from lazytrain_plugin.runtime.norms import GradientNorm, LaneNorm, TorchNorm
+from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
+from lazytrain_plugin.runtime.slots import GradientSlots, WeightSlots
+from lazytrain_plugin.runtime.streams import Streams
+from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, StepScalars, read_groups
+from lazytrain_plugin.runtime.worker import UpdateWorker
+
+logger = logging.getLogger(__name__)
+
+
+class Executor:
+    """Runs a model's units under a `PlacementPlan`.
+
+    Args:
+        model: its weights become homes, unit by unit; parameter objects stay the same.
+        discovery: what is streamed (runtime/discovery.py).
+        device: where units run.
+        dtypes: dtype of each weight at home; a trained fp32 weight that becomes bf16 keeps its fp32 value as master.
+        optimizer: the client's; its live `param_groups` give hyper-parameters. None: nothing is trained.
+        updater: how units are updated; None: nothing is trained.
+        side_outputs: how a framework collects tensors from inside a unit.
+        prepare_inputs: changes a unit's arguments before a differentiable run (drops caches).
+        transfer_delay_s: makes every transfer late; for race tests.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        discovery: Discovery,
+        device: torch.device,
+        *,
+        dtypes: dict[nn.Parameter, torch.dtype],
+        optimizer: torch.optim.Optimizer | None = None,
+        updater: NativeAdamW | ClientOptimizer | None = None,
+        side_outputs: SideOutputs | None = None,
+        prepare_inputs: Callable[[tuple, dict], tuple[tuple, dict]] | None = None,
+        transfer_delay_s: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.optimizer = optimizer
+        self.updater = updater
+        self.side_outputs = side_outputs or NoSideOutputs()
+        self.prepare_inputs = prepare_inputs or (lambda args, kwargs: (args, kwargs))
+        self.streams = Streams(device, transfer_delay_s=transfer_delay_s)
+        self.worker = UpdateWorker()
+        self.graph_root = torch.empty(0, device=device, requires_grad=True)
+        """Input of every unit node, so that one exists even where no argument requires grad (a frozen prefix)."""
+        self.plan: PlacementPlan | None = None
+        self._slots: WeightSlots | None = None
+        self._idle_since = None
+        self._hooks: list = []
+        self._find_tensors(discovery, dtypes)
+        native = isinstance(updater, NativeAdamW)
+        self._norm = TorchNorm() if not native else LaneNorm(len(self.trained_tensors), device)
+        self._sink = GradientSink(self.streams, self.worker, self._norm)
+
+    def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
+        groups = self.optimizer.param_groups if self.optimizer is not None and self.updater is not None else []
+        place_in_group = {p: (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
+        make = lambda found: Unit(  # noqa: E731
+            found.name, found.module, lay_out(list(found.parameters), dtypes, place_in_group.__contains__)
+        )
+        self.units = [make(found) for found in discovery.units]
+        self.stem = [make(found) for found in discovery.stem]
+        self.owner: dict[nn.Parameter, tuple[Unit, UnitTensor]] = {
+            tensor.parameter: (unit, tensor) for unit in self.all_units for tensor in unit.layout.tensors
+        }
+        self.trained_tensors: list[UnitTensor] = []
+        positions = {parameter: i for i, parameter in enumerate(self.model.parameters())}
+        for parameter in positions:
+            tensor = self.owner[parameter][1]
+            if tensor.trained:
+                tensor.index = len(self.trained_tensors)
+                tensor.group, tensor.position_in_group = place_in_group[parameter]
+                self.trained_tensors.append(tensor)
+        self._position = {unit: i for i, unit in enumerate(self.units)}
+        first = lambda unit: positions[unit.layout.tensors[0].parameter]  # noqa: E731
+        first_streamed = min(map(first, self.units), default=0)
+        early = [unit for unit in self.stem if first(unit) < first_streamed or len(unit.layout.tensors) > 1]
+        self.update_order = early + self.units + [unit for unit in self.stem if unit not in early]
+        """Forward order: what the next forward needs first is updated first."""
+        for unit in self.units:
+            shared = {self.owner[p] for p in unit.module.parameters() if self.owner[p][0] is not unit}
+            unit.foreign = tuple(t for _, t in sorted(shared, key=lambda item: item[1].name) if t.trained)
+
+    @property
+    def all_units(self) -> list[Unit]:
+        return [*self.units, *self.stem]
+
+    # Placement.
+
+    def place(self, plan: PlacementPlan) -> None:
+        """Puts everything where `plan` says, unit by unit; also moves a placed model to another plan, bit for bit."""
+        self.flush()
+        self._slots = self._sink.slots = None
+        native = isinstance(self.updater, NativeAdamW)
+        for unit in self.all_units:
+            unit_plan, before = plan.unit(unit.name), unit.home
+            if before is not None and before.plan == unit_plan:
+                continue
+            home = UnitHome(unit.layout, unit_plan, self.device, native=native)
+            if before is None:
+                for tensor in unit.layout.tensors:
+                    values = tensor.parameter.data.as_strided((tensor.numel,), (1,)) if _dense(tensor) else None
+                    home.write_master(tensor, tensor.parameter.data.reshape(-1) if values is None else values)
+                    tensor.parameter.data = home.views[tensor]
+            else:
+                home.copy_from(before)
+                before.release()
+            unit.home = home
+            unit.point_home()
+        if before_first := self.plan is None:
+            self._install()
+        self.plan = plan
+        self._make_slots(plan)
+        if before_first and self.streams.is_cuda:
+            torch.cuda.empty_cache()
+
+    def _make_slots(self, plan: PlacementPlan) -> None:
+        streamed = [unit for unit in self.units if not unit.home.on_gpu]
+        if streamed:
+            nbytes = max(unit.layout.weight_bytes for unit in streamed)
+            self._slots = WeightSlots(self.streams, min(plan.weight_slots, len(streamed) + 1), nbytes)
+        sending = [unit for unit in self.units if unit.trained and not unit.home.updates_on_gpu]
+        if sending:
+            nbytes = max(unit.layout.gradient_bytes for unit in sending)
+            self._sink.slots = GradientSlots(self.streams, plan.gradient_slots, nbytes)
+        self._window = plan.weight_slots
+
+    def _install(self) -> None:
+        for unit in self.units:
+            streamed_module.install(unit.module, self, unit)
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self.device)
+        for unit in self.stem:
+            for tensor in unit.trained:
+                hook = partial(self._take_stem_gradient, unit, tensor)
+                self._hooks.append(tensor.parameter.register_post_accumulate_grad_hook(hook))
+
+    # Running units.
+
+    def run_unit(self, unit: Unit, args: tuple, kwargs: dict):
+        """The unit's forward; differentiable where grad mode, its weights or its inputs ask for it."""
+        if torch.is_grad_enabled():
+            args, kwargs = self.prepare_inputs(args, kwargs)
+            call = UnitCall(self, unit, args, kwargs)
+            trains = any(tensor.parameter.requires_grad for tensor in unit.gradient_targets())
+            if trains or any(tensor.requires_grad for tensor in call.inputs):
+                return call.run()
+        with torch.no_grad(), self.lease(unit, backward=False):
+            return unit.original_forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def lease(self, unit: Unit, *, backward: bool) -> Iterator[None]:
+        """Within: the unit's parameters are on the device and up to date. Whatever happens, they go home after."""
+        if unit.home.on_gpu or unit.lease_depth:
+            self.settle(unit)
+            yield
+            return
+        idle_since = self.streams.record(timing=True)
+        self.settle(unit)
+        slot = self._slots.acquire(unit, idle_since)
+        unit.lease_depth += 1
+        unit.point_to(slot)
+        try:
+            self._prefetch_after(unit, backward)
+            yield
+        finally:
+            unit.lease_depth -= 1
+            unit.point_home()
+            self._slots.release(slot)
+
+    def _prefetch_after(self, unit: Unit, backward: bool) -> None:
+        position, ahead = self._position[unit], self._window - 1
+        if backward:
+            window = self.units[max(position - ahead, 0) : position][::-1]
+        else:
+            window = self.units[position + 1 : position + 1 + ahead]
+        needed = frozenset((unit, *window))
+        for upcoming in window:
+            ready = upcoming.update_ticket is None or upcoming.update_ticket.done
+            if ready and not upcoming.home.on_gpu:
+                self._slots.prefetch(upcoming, needed)
+
+    def settle(self, unit: Unit) -> None:
+        """Waits until the unit's last update is done and visible to the compute stream."""
+        ticket = unit.update_ticket
+        if ticket is None:
+            return
+        with self.streams.host_waits("update"):
+            ticket.wait()
+        if unit.publish_event is not None:
+            self.streams.compute_waits(unit.publish_event, "update")
+            unit.publish_event = None
+        unit.settle()
+
+    def audit(self, unit: Unit, graph: LocalGraph) -> None:
+        """Finds stem weights that a unit uses without holding them, and refuses what can't get a gradient."""
+        known = {*graph.leaves, *(target.parameter for target in unit.gradient_targets())}
+        for leaf in leaves_of(graph.outputs) - known:
+            owner, tensor = self.owner.get(leaf, (None, None))
+            if owner is None:
+                refuse_unknown_leaf(unit.name, leaf)
+            if owner.module is not None:
+                raise UnsupportedModelError(
+                    f"{unit.name} uses {tensor.name}, a weight of another streamed layer; register it as a parameter of "
+                    "both, so that it is shared and stays on the GPU"
+                )
+            if tensor.trained:
+                unit.foreign = (*unit.foreign, tensor)
+        unit.audited = True
+
+    # Gradients and the step.
+
+    def set_last_micro_batch(self, last: bool) -> None:
+        self._sink.last_micro_batch = last
+
+    def deliver(self, unit: Unit, gradients: list[tuple[UnitTensor, torch.Tensor]]) -> None:
+        """Takes what one backward of a unit produced; shared tensors go to the unit that owns them."""
+        own = [(tensor, gradient) for tensor, gradient in gradients if self.owner[tensor.parameter][0] is unit]
+        self._sink.deliver(unit, own)
+        for tensor, gradient in gradients:
+            owner = self.owner[tensor.parameter][0]
+            if owner is not unit:
+                self._sink.deliver(owner, [(tensor, gradient)])
+
+    def _take_stem_gradient(self, unit: Unit, tensor: UnitTensor, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        self._sink.deliver(unit, [(tensor, gradient.to_dense() if gradient.is_sparse else gradient)])
+
+    def begin_forward(self) -> None:
+        """Called before the model runs, so that the time since the last gradient is booked."""
+        if self._idle_since is not None and self.streams.is_cuda:
+            self.streams.trace.add_events("step", self._idle_since, self.streams.record(timing=True))
+        self._idle_since = None
+
+    def step(self, max_norm: float) -> tuple[GradientNorm, bool]:
+        """Fixes this step's scalars and starts the updates; returns before they are done.
+
+        Args:
+            max_norm: limit of the global gradient norm; 0 or less: no clipping.
+
+        Returns:
+            The norm before clipping, and whether the step is applied: a non-finite gradient skips it.
+        """
+        self._idle_since = self.streams.record(timing=True)
+        self._sink.complete_norms([unit for unit in self.all_units if unit.arrived])
+        norm = self._norm.finish()
+        self.streams.trace.end_step()
+        arrivals = {unit: unit.arrived for unit in self.update_order if unit.arrived}
+        for unit in arrivals:
+            unit.arrived = {}
+        if norm.bad_tensors or not math.isfinite(norm.total):
+            shown = ", ".join(norm.bad_tensors[:3]) + (", ..." if len(norm.bad_tensors) > 3 else "")
+            logger.warning(
+                "step skipped: non-finite gradients in %d tensors (%s); weights and optimizer states are unchanged",
+                len(norm.bad_tensors),
+                shown or "their sum overflows",
+            )
+            return norm, False
+        scalars = StepScalars(read_groups(self.optimizer), norm.clip_factor(max_norm))
+        gradients_done = self.streams.record()
+        for unit, arrived in arrivals.items():
+            if unit.home.updates_on_gpu:
+                self.updater.update(unit, arrived, scalars)
+            else:
+                self.forget_copies(unit)
+                work = partial(self._update_on_cpu, unit, arrived, scalars, gradients_done)
+                ticket = self.worker.submit(work, f"optimizer update of {unit.name}")
+                unit.mark_pending(ticket, partial(self.settle, unit))
+        return norm, True
+
+    def _update_on_cpu(
+        self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars, gradients_done
+    ) -> None:
+        """On the update thread. The weights at home may still be on their way to a slot of the step before."""
+        unit.gradient_event.synchronize()
+        if unit.upload_event is not None:
+            unit.upload_event.synchronize()
+        self.updater.update(unit, arrived, scalars)
+        if unit.home.on_gpu:
+            streams = self.streams
+            with streams.on(streams.h2d):
+                streams.wait(streams.h2d, gradients_done)
+                for tensor in arrived:
+                    unit.home.publish(tensor)
+            unit.publish_event = streams.record(streams.h2d)
+
+    def forget_copies(self, unit: Unit) -> None:
+        """The unit's weights at home were changed by hand: its copy in a slot is stale."""
+        if self._slots is not None:
+            self._slots.drop(unit)
+
+    def flush(self) -> None:
+        """Waits until every update is done and every parameter shows its new value."""
+        for unit in self.all_units:
+            self.settle(unit)
+        self.worker.drain()
+        self.streams.synchronize()
+
+    def close(self) -> None:
+        """Gives threads, page locks and staging memory back; the model keeps true weights. Safe to call twice."""
+        if self._hooks is None:
+            return
+        try:
+            self.flush()
+        finally:
+            self.worker.close()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = None
+            self._slots = self._sink.slots = None
+            for unit in self.all_units:
+                if unit.module is not None:
+                    streamed_module.remove(unit.module, unit)
+                if unit.home is not None:
+                    unit.home.release()
+
+
+def _dense(tensor: UnitTensor) -> bool:
+    return tensor.parameter.data.stride() == tensor.stride

@@ -1,0 +1,141 @@
+"""The gradient sink: where a unit's gradients go the moment they exist."""
+
+from __future__ import annotations
+
+import torch
+
+from lazytrain_plugin.kernels.adamw import accumulate
+from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.slots import GradientSlots
+from lazytrain_plugin.runtime.streams import Streams
+from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.worker import UpdateWorker
+
+Gradients = list[tuple[UnitTensor, torch.Tensor]]
+
+
+class GradientSink:
+    """Sends gradients to their homes and sums them for the norm.
+
+    A single micro-batch per step leaves the gradient as it came (bf16). With several, or when a tensor gets a second
+    gradient (a layer that is used twice), arrivals are added up in fp32 at home; nothing travels back.
+    """
+
+    def __init__(self, streams: Streams, worker: UpdateWorker, norm) -> None:
+        self._streams = streams
+        self._worker = worker
+        self._norm = norm
+        self.slots: GradientSlots | None = None
+        self.last_micro_batch = True
+        """Whether the backward that runs now completes the optimizer step's gradients."""
+
+    def deliver(self, unit: Unit, gradients: Gradients) -> None:
+        """Takes gradients of one backward of one unit. Launches on the current (compute) stream."""
+        if not gradients:
+            return
+        if unit.home.updates_on_gpu:
+            self._keep_on_gpu(unit, gradients)
+        else:
+            self._send_home(unit, gradients)
+
+    def _keep_on_gpu(self, unit: Unit, gradients: Gradients) -> None:
+        for tensor, gradient in gradients:
+            raw = unit.home.gradient(tensor)
+            if unit.arrived.get(tensor) == Arrival.WHOLE:
+                unit.arrived[tensor] = Arrival.SUMMED
+                self._add_up(unit, tensor, first=True)
+            tensor.shaped(raw).copy_(gradient)
+            first = self._arrive(unit, tensor, raw)
+            if unit.arrived[tensor] == Arrival.SUMMED:
+                self._add_up(unit, tensor, first=first)
+
+    def _send_home(self, unit: Unit, gradients: Gradients) -> None:
+        self._make_room(unit, gradients)
+        if unit.module is None:
+            sums = self._send_stem(unit, gradients)
+        else:
+            index, flat = self.slots.acquire()
+            sums = []
+            for tensor, gradient in gradients:
+                raw = tensor.gradient_view(flat)
+                tensor.shaped(raw).copy_(gradient)
+                sums.append((tensor, self._arrive(unit, tensor, raw)))
+            start = min(t.gradient_offset_bytes for t, _ in gradients)
+            end = max(t.gradient_offset_bytes + t.nbytes for t, _ in gradients)
+            unit.gradient_event = self.slots.send(index, unit, start, end)
+        self._fold(unit, [(tensor, first) for tensor, first in sums if unit.arrived[tensor] == Arrival.SUMMED])
+
+    def _send_stem(self, unit: Unit, gradients: Gradients) -> list[tuple[UnitTensor, bool]]:
+        """Stem gradients are made one by one: each goes home from where autograd put it."""
+        streams, sums = self._streams, []
+        for tensor, gradient in gradients:
+            raw = in_storage_order(tensor, gradient)
+            sums.append((tensor, self._arrive(unit, tensor, raw)))
+            written = streams.record()
+            with streams.on(streams.d2h):
+                streams.wait(streams.d2h, written)
+                unit.home.gradient(tensor).copy_(raw, non_blocking=True)
+            if streams.is_cuda:
+                raw.record_stream(streams.d2h)
+            unit.gradient_event = streams.record(streams.d2h)
+        return sums
+
+    def _make_room(self, unit: Unit, gradients: Gradients) -> None:
+        """The gradient memory at home is about to be overwritten: what it holds must have been used."""
+        if unit.update_ticket is not None:
+            unit.update_ticket.wait()
+        whole = [tensor for tensor, _ in gradients if unit.arrived.get(tensor) == Arrival.WHOLE]
+        for tensor in whole:
+            unit.arrived[tensor] = Arrival.SUMMED
+        self._fold(unit, [(tensor, True) for tensor in whole])
+        if unit.fold_ticket is not None:
+            unit.fold_ticket.wait()
+
+    def _arrive(self, unit: Unit, tensor: UnitTensor, raw: torch.Tensor) -> bool:
+        """Books an arrival; returns whether it is the window's first of this tensor."""
+        first = tensor not in unit.arrived
+        if first and self.last_micro_batch:
+            unit.arrived[tensor] = Arrival.WHOLE
+            self._norm.add(tensor, raw)
+        else:
+            unit.arrived[tensor] = Arrival.SUMMED
+            self._norm.discard(tensor)
+        return first
+
+    def _fold(self, unit: Unit, sums: list[tuple[UnitTensor, bool]]) -> None:
+        """Adds arrived gradients to the accumulators, on the update thread."""
+        if not sums:
+            return
+        arrival = unit.gradient_event
+        last = self.last_micro_batch
+
+        def fold() -> None:
+            arrival.synchronize()
+            for tensor, first in sums:
+                self._add_up(unit, tensor, first=first, last=last)
+
+        unit.fold_ticket = self._worker.submit(fold, f"gradient accumulation of {unit.name}")
+
+    def _add_up(self, unit: Unit, tensor: UnitTensor, *, first: bool, last: bool | None = None) -> None:
+        total = unit.home.accumulated(tensor)
+        accumulate(total, unit.home.gradient(tensor), first=first)
+        if self.last_micro_batch if last is None else last:
+            self._norm.add(tensor, total)
+
+    def complete_norms(self, units: list[Unit]) -> None:
+        """Sums what was added up before anyone knew that it was complete (a boundary that came early)."""
+        for unit in units:
+            if unit.fold_ticket is not None:
+                unit.fold_ticket.wait()
+                unit.fold_ticket = None
+            for tensor, arrival in unit.arrived.items():
+                if arrival == Arrival.SUMMED and not self._norm.has(tensor):
+                    self._norm.add(tensor, unit.home.accumulated(tensor))
+
+
+def in_storage_order(tensor: UnitTensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as 1-D [numel], element by element as the weight lies in memory."""
+    if gradient.stride() != tensor.stride or gradient.dtype != tensor.dtype:
+        ordered = torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype, device=gradient.device)
+        gradient = ordered.copy_(gradient)
+    return gradient.as_strided((tensor.numel,), (1,))

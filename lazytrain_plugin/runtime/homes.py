@@ -1,0 +1,181 @@
+"""`UnitHome`: the memory of one unit at its planned tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lazytrain_plugin.kernels.adamw import Moment8
+from lazytrain_plugin.kernels.split import join_master, split_master
+from lazytrain_plugin.kernels.state8 import dequantize_moment, quantize_moment
+from lazytrain_plugin.plan.result import UnitPlan
+from lazytrain_plugin.runtime.host_memory import HostBuffer
+from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
+from lazytrain_plugin.vocab import Tier, Updater
+
+MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
+"""Names of the AdamW moments and whether their values are signed."""
+
+
+class UnitHome:
+    """Weights, remainders, moments and gradients of one unit.
+
+    Weights rest on the GPU (`gpu_weights`) or in host memory (`host_weights`); a GPU-resident unit with a CPU
+    updater has both, the host copy being what the update kernel works on. States and gradients are on the
+    updater's side. Moments exist only for `native` updates; the generic path keeps its own states.
+    """
+
+    def __init__(self, layout: FlatLayout, plan: UnitPlan, device: torch.device, *, native: bool) -> None:
+        self.layout = layout
+        self.plan = plan
+        self.device = device
+        self.native = native
+        self.on_gpu = plan.weights == Tier.GPU
+        self.updates_on_gpu = plan.updater == Updater.GPU
+        pin = device.type == "cuda"
+        trained = layout.state_numel > 0
+        needs_host_weights = not self.on_gpu or (trained and not self.updates_on_gpu)
+        self.host_buffer = HostBuffer(layout.weight_bytes, pin=pin) if needs_host_weights else None
+        self.host_weights = self.host_buffer.tensor(torch.uint8, 0, layout.weight_bytes) if needs_host_weights else None
+        # A storage per tensor: nothing is streamed as one here, and `torch.save` writes whole storages.
+        self.gpu_weights = {
+            tensor: torch.empty(tensor.numel, dtype=tensor.dtype, device=device)
+            for tensor in (layout.tensors if self.on_gpu else ())
+        }
+        self.state_buffers: list[HostBuffer] = []
+        self.gradient_buffer: HostBuffer | None = None
+        self.gradients: torch.Tensor | None = None
+        self.accumulator: torch.Tensor | None = None
+        self.remainder: torch.Tensor | None = None
+        self.moments: dict[str, torch.Tensor] = {}
+        if trained:
+            self._allocate_states(pin)
+        self.views = {tensor: tensor.shaped(self._resting_place(tensor)) for tensor in layout.tensors}
+        """What `parameter.data` is while the unit does not run."""
+
+    def _resting_place(self, tensor: UnitTensor) -> torch.Tensor:
+        if self.on_gpu:
+            return self.gpu_weights[tensor]
+        return self.host_buffer.tensor(tensor.dtype, tensor.weight_offset_bytes, tensor.numel)
+
+    def _allocate_states(self, pin: bool) -> None:
+        layout, numel = self.layout, self.layout.state_numel
+        if self.updates_on_gpu:
+            self.gradients = torch.empty(layout.gradient_bytes, dtype=torch.uint8, device=self.device)
+        else:
+            self.gradient_buffer = HostBuffer(layout.gradient_bytes, pin=pin)
+            self.gradients = self.gradient_buffer.tensor(torch.uint8, 0, layout.gradient_bytes)
+        if any(tensor.is_split for tensor in layout.tensors):
+            self.remainder = self._state(torch.int16, numel)
+        if self.native:
+            for name, _ in MOMENTS:
+                if self.plan.state_bits == 8:
+                    self.moments[f"{name}.codes"] = self._state(torch.uint8, numel)
+                    self.moments[f"{name}.scales"] = self._state(torch.float32, numel // ALIGNMENT_ELEMENTS)
+                else:
+                    self.moments[name] = self._state(torch.float32, numel)
+
+    def _state(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        if self.updates_on_gpu:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        buffer = HostBuffer(numel * dtype.itemsize, pin=False)
+        self.state_buffers.append(buffer)
+        return buffer.tensor(dtype, 0, numel)
+
+    # What the update works on.
+
+    def weight(self, tensor: UnitTensor) -> torch.Tensor:
+        """The updater's copy of a weight, 1-D [numel] in storage order."""
+        if self.host_weights is not None:
+            return tensor.weight_view(self.host_weights)
+        return self.gpu_weights[tensor]
+
+    def remainder_of(self, tensor: UnitTensor) -> torch.Tensor | None:
+        return tensor.state_view(self.remainder) if tensor.is_split else None
+
+    def moment(self, tensor: UnitTensor, name: str) -> torch.Tensor | Moment8:
+        if self.plan.state_bits == 8:
+            codes, scales = self.moments[f"{name}.codes"], self.moments[f"{name}.scales"]
+            return Moment8(codes=tensor.state_view(codes), scales=tensor.block_view(scales))
+        return tensor.state_view(self.moments[name])
+
+    def gradient(self, tensor: UnitTensor) -> torch.Tensor:
+        """The gradient as it arrived, 1-D [numel] in storage order, in the weight's dtype."""
+        return tensor.gradient_view(self.gradients)
+
+    def accumulated(self, tensor: UnitTensor) -> torch.Tensor:
+        """The fp32 sum over micro-batches, 1-D [numel]; its memory is made at first use."""
+        if self.accumulator is None:
+            self.accumulator = self._state(torch.float32, self.layout.state_numel)
+        return tensor.state_view(self.accumulator)
+
+    # Masters and moments as fp32, for checkpoints and moves. Storage order, 1-D [numel], on the CPU.
+
+    def read_master(self, tensor: UnitTensor) -> torch.Tensor:
+        return self.master_on_device(tensor).cpu()
+
+    def master_on_device(self, tensor: UnitTensor) -> torch.Tensor:
+        """The fp32 master on the updater's side (the weight itself where that is fp32)."""
+        weight = self.weight(tensor)
+        if not tensor.is_split:
+            return weight.float()
+        master = torch.empty(tensor.numel, dtype=torch.float32, device=weight.device)
+        join_master(weight, self.remainder_of(tensor), master)
+        return master
+
+    def write_master(self, tensor: UnitTensor, values: torch.Tensor) -> None:
+        """Sets master and weight (both copies of it). `values`: fp32 or the weight's dtype, [numel]."""
+        weight = self.weight(tensor)
+        if tensor.is_split:
+            split_master(values.to(weight.device, torch.float32), weight, self.remainder_of(tensor))
+        else:
+            weight.copy_(values)
+        self.publish(tensor)
+
+    def publish(self, tensor: UnitTensor) -> None:
+        """Brings the GPU-resident weight up to date with the host copy that was just written."""
+        if self.on_gpu and self.host_weights is not None:
+            self.gpu_weights[tensor].copy_(tensor.weight_view(self.host_weights), non_blocking=True)
+
+    def read_moments(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
+        moments = {}
+        for name, signed in MOMENTS:
+            moment = self.moment(tensor, name)
+            if isinstance(moment, Moment8):
+                values = torch.empty(tensor.numel, dtype=torch.float32, device=moment.codes.device)
+                dequantize_moment(moment, values, signed=signed)
+                moment = values
+            moments[name] = moment.cpu()
+        return moments
+
+    def write_moments(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
+        for name, signed in MOMENTS:
+            moment = self.moment(tensor, name)
+            if isinstance(moment, Moment8):
+                quantize_moment(values[name].to(moment.codes.device), moment, signed=signed)
+            else:
+                moment.copy_(values[name])
+
+    def copy_from(self, other: UnitHome) -> None:
+        """Takes over everything `other` holds, bit for bit where the state format is the same. Not gradients."""
+        same_format = self.plan.state_bits == other.plan.state_bits
+        for tensor in self.layout.tensors:
+            self.weight(tensor).copy_(other.weight(tensor))
+            self.publish(tensor)
+            if tensor.trained and self.native and not same_format:
+                self.write_moments(tensor, other.read_moments(tensor))
+        if self.remainder is not None:
+            self.remainder.copy_(other.remainder)
+        if same_format:
+            for key, values in self.moments.items():
+                values.copy_(other.moments[key])
+
+    def for_each_host_buffer(self, action: Callable[[HostBuffer], None]) -> None:
+        for buffer in (self.host_buffer, self.gradient_buffer, *self.state_buffers):
+            if buffer is not None:
+                action(buffer)
+
+    def release(self) -> None:
+        """Gives page locks back. Views that the model still holds stay readable."""
+        self.for_each_host_buffer(HostBuffer.unpin)

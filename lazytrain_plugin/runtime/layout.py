@@ -1,0 +1,124 @@
+"""Where each tensor of a unit sits in the unit's flat buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lazytrain_plugin.units import align_up
+
+ALIGNMENT_ELEMENTS = 256
+"""Quantization blocks never straddle two tensors."""
+ALIGNMENT_BYTES = 1024
+"""256 elements of the widest dtype (fp32)."""
+
+
+@dataclass(slots=True, eq=False)
+class UnitTensor:
+    """One parameter of a unit. Offsets count from the start of the unit's flats."""
+
+    name: str
+    """Name in `model.named_parameters()`."""
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    """Dtype of the weight at home."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    numel: int
+    weight_offset_bytes: int
+    trained: bool
+    """The optimizer updates it: it has states and a gradient."""
+    index: int = -1
+    """Position among all trained tensors of the model; keys norms and rounding noise, so never plan-dependent."""
+    group: int = -1
+    """Index of its optimizer group."""
+    position_in_group: int = -1
+    gradient_offset_bytes: int = 0
+    state_offset: int = 0
+    """In elements of the trained part."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_split(self) -> bool:
+        """bf16 weight + int16 remainder = fp32 master; an fp32 weight is its own master."""
+        return self.trained and self.dtype == torch.bfloat16
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """1-D [numel] in storage order -> the parameter's shape and strides."""
+        return flat.as_strided(self.shape, self.stride)
+
+    def weight_view(self, flat_uint8: torch.Tensor) -> torch.Tensor:
+        """This weight, 1-D [numel], inside a uint8 flat of the unit's weights."""
+        return _typed(flat_uint8, self.weight_offset_bytes, self.numel, self.dtype)
+
+    def gradient_view(self, flat_uint8: torch.Tensor) -> torch.Tensor:
+        """This gradient, 1-D [numel], inside a uint8 flat of the unit's gradients."""
+        return _typed(flat_uint8, self.gradient_offset_bytes, self.numel, self.dtype)
+
+    def state_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This tensor's part of a flat with one element per trained element."""
+        return flat[self.state_offset : self.state_offset + self.numel]
+
+    def block_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This tensor's part of a flat with one element per block of 256."""
+        first = self.state_offset // ALIGNMENT_ELEMENTS
+        return flat[first : first + -(-self.numel // ALIGNMENT_ELEMENTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Sizes of a unit's flats. Trained tensors come first, so that what is updated is contiguous."""
+
+    tensors: tuple[UnitTensor, ...]
+    weight_bytes: int
+    gradient_bytes: int
+    state_numel: int
+
+    @property
+    def trained(self) -> tuple[UnitTensor, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.trained)
+
+
+def lay_out(named: list[tuple[str, nn.Parameter]], dtypes: dict[nn.Parameter, torch.dtype], trained) -> FlatLayout:
+    """Lays the parameters of one unit out.
+
+    Args:
+        named: (name, parameter) pairs, each parameter once.
+        dtypes: dtype of each weight at home.
+        trained: predicate on a parameter.
+    """
+    weight_bytes = gradient_bytes = state_numel = 0
+    tensors = []
+    for name, parameter in sorted(named, key=lambda item: not trained(item[1])):
+        dtype, numel = dtypes[parameter], parameter.numel()
+        tensor = UnitTensor(
+            name=name,
+            parameter=parameter,
+            dtype=dtype,
+            shape=parameter.shape,
+            stride=_dense_stride(parameter),
+            numel=numel,
+            weight_offset_bytes=weight_bytes,
+            trained=trained(parameter),
+        )
+        weight_bytes = align_up(weight_bytes + tensor.nbytes, ALIGNMENT_BYTES)
+        if tensor.trained:
+            tensor.gradient_offset_bytes, tensor.state_offset = gradient_bytes, state_numel
+            gradient_bytes = align_up(gradient_bytes + tensor.nbytes, ALIGNMENT_BYTES)
+            state_numel = align_up(state_numel + numel, ALIGNMENT_ELEMENTS)
+        tensors.append(tensor)
+    return FlatLayout(tuple(tensors), weight_bytes, gradient_bytes, state_numel)
+
+
+def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The parameter's own strides where its memory is dense (a transpose, channels-last), else dense ones."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _typed(flat_uint8: torch.Tensor, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return flat_uint8[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)

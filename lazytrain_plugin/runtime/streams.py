@@ -1,0 +1,138 @@
+"""Every CUDA stream and event of the runtime, and the waits between them; null objects on the CPU.
+
+- compute: the caller's current stream. Units run here; nobody else launches compute.
+- h2d: weights on their way to a slot, so that a copy overlaps the previous unit's compute.
+- d2h: gradients on their way home. Its own stream, because one copy engine serves each direction.
+
+A wait of the compute stream is bracketed by two timing events, so that the time it cost is known
+without a host synchronisation; `Trace` reads them once the step is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+
+import torch
+
+
+class NullEvent:
+    """Stands for a CUDA event where every operation is already complete."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Trace:
+    """Seconds the compute stream stood still, by cause, per optimizer step.
+
+    Causes: `weights` (a transfer to the GPU), `update` (an optimizer update that forward needed),
+    `gradients` (a gradient slot still on its way home), `step` (from the last gradient to the next forward).
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[str, object, object]] = []
+        self._current: dict[str, float] = defaultdict(float)
+        self.steps: list[dict[str, float]] = []
+        """One dict per finished optimizer step; the last 1,000."""
+
+    def add_events(self, cause: str, before, after) -> None:
+        self._pending.append((cause, before, after))
+
+    def add_seconds(self, cause: str, seconds: float) -> None:
+        self._current[cause] += seconds
+
+    def end_step(self) -> None:
+        """Closes a step. Events that have not happened yet count for the next one."""
+        unfinished = []
+        for cause, before, after in self._pending:
+            if after.query():
+                self._current[cause] += before.elapsed_time(after) / 1e3
+            else:
+                unfinished.append((cause, before, after))
+        self._pending = unfinished
+        self.steps.append(dict(self._current))
+        del self.steps[:-1000]
+        self._current.clear()
+
+    def summary(self, last: int = 10) -> dict[str, float]:
+        """Mean seconds per step and cause over the last `last` steps."""
+        steps = self.steps[-last:]
+        causes = sorted({cause for step in steps for cause in step})
+        return {cause: sum(step.get(cause, 0.0) for step in steps) / len(steps) for cause in causes}
+
+
+class Streams:
+    """The streams of one device. All methods are no-ops (or plain clocks) on the CPU."""
+
+    def __init__(self, device: torch.device, *, transfer_delay_s: float = 0.0) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.trace = Trace()
+        self._transfer_delay_s = transfer_delay_s
+        """Race tests make every transfer late by this much, so that a missing wait shows."""
+        if self.is_cuda:
+            # High priority lets copies start as soon as they may, even while a long kernel queue waits.
+            self.h2d = torch.cuda.Stream(device, priority=-1)
+            self.d2h = torch.cuda.Stream(device, priority=-1)
+        else:
+            self.h2d = self.d2h = None
+
+    def on(self, stream):
+        """Context in which work is launched on `stream`."""
+        if not self.is_cuda:
+            return contextlib.nullcontext()
+        context = torch.cuda.stream(stream)
+        if self._transfer_delay_s:
+            return self._delayed(context)
+        return context
+
+    @contextlib.contextmanager
+    def _delayed(self, context):
+        with context:
+            torch.cuda._sleep(int(self._transfer_delay_s * 1.5e9))
+            yield
+
+    def record(self, stream=None, *, timing: bool = False):
+        """An event at the end of `stream` (default: the compute stream)."""
+        if not self.is_cuda:
+            return NullEvent()
+        event = torch.cuda.Event(enable_timing=timing)
+        event.record(stream if stream is not None else torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self, stream, event) -> None:
+        """Makes a copy stream wait for `event`; the host goes on."""
+        if self.is_cuda and event is not None:
+            stream.wait_event(event)
+
+    def compute_waits(self, event, cause: str, *, since=None) -> None:
+        """Makes the compute stream wait for `event` and books the time under `cause`.
+
+        `since`: a timing event from which the stall counts (default: now).
+        """
+        if not self.is_cuda or event is None:
+            return
+        compute = torch.cuda.current_stream(self.device)
+        if since is None:
+            if event.query():
+                return
+            since = self.record(timing=True)
+        compute.wait_event(event)
+        self.trace.add_events(cause, since, self.record(timing=True))
+
+    @contextlib.contextmanager
+    def host_waits(self, cause: str):
+        """Books host time under `cause` on the CPU, where the host is the compute stream."""
+        start_s = time.perf_counter()
+        yield
+        if not self.is_cuda:
+            self.trace.add_seconds(cause, time.perf_counter() - start_s)
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,103 @@
+"""`ExecutorState`: the checkpoint's view of an executor (see runtime/state.py for the contract)."""
+
+from __future__ import annotations
+
+import torch
+
+from lazytrain_plugin.runtime.executor import Executor
+from lazytrain_plugin.runtime.homes import MOMENTS
+from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.state import ParamRecord, StateValue
+from lazytrain_plugin.runtime.streams import Trace
+from lazytrain_plugin.runtime.unit import Unit
+
+CODEC_PARTS = ("codes", "scales")
+
+
+class ExecutorState:
+    """Reads and writes masters and optimizer states of an executor's model, one parameter at a time."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        names: dict[torch.nn.Parameter, list[str]] = {}
+        for name, parameter in executor.model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        self.records = [self._record(parameter, found) for parameter, found in names.items()]
+
+    def _record(self, parameter: torch.nn.Parameter, names: list[str]) -> ParamRecord:
+        tensor = self.executor.owner[parameter][1]
+        return ParamRecord(
+            name=names[0],
+            aliases=tuple(names[1:]),
+            parameter=parameter,
+            shape=tensor.shape,
+            numel=tensor.numel,
+            dtype=tensor.dtype,
+            group=tensor.group if tensor.trained else None,
+        )
+
+    @property
+    def trace(self) -> Trace:
+        return self.executor.streams.trace
+
+    def read_master(self, record: ParamRecord) -> torch.Tensor:
+        unit, tensor = self._find(record)
+        return logical_order(tensor, unit.home.read_master(tensor))
+
+    def write_master(self, record: ParamRecord, values: torch.Tensor) -> None:
+        unit, tensor = self._find(record)
+        self._forget_copies(unit)
+        unit.home.write_master(tensor, storage_order(tensor, values))
+
+    def read_state(self, record: ParamRecord) -> dict[str, StateValue]:
+        unit, tensor = self._find(record)
+        state = {
+            key: logical_order(tensor, value) if _elementwise(tensor, value) else value
+            for key, value in self.executor.updater.read_state(unit, tensor).items()
+        }
+        if state and self._has_codec(unit):
+            for name, _ in MOMENTS:
+                moment = unit.home.moment(tensor, name)
+                state |= {f"{name}.{part}": getattr(moment, part).cpu() for part in CODEC_PARTS}
+        return state
+
+    def write_state(self, record: ParamRecord, state: dict[str, StateValue]) -> None:
+        unit, tensor = self._find(record)
+        plain = {
+            key: storage_order(tensor, value) if _elementwise(tensor, value) else value
+            for key, value in state.items()
+            if "." not in key
+        }
+        self.executor.updater.write_state(unit, tensor, plain)
+        if state and self._has_codec(unit) and f"{MOMENTS[0][0]}.codes" in state:
+            for name, _ in MOMENTS:
+                moment = unit.home.moment(tensor, name)
+                for part in CODEC_PARTS:
+                    getattr(moment, part).copy_(state[f"{name}.{part}"])
+
+    def flush(self) -> None:
+        self.executor.flush()
+
+    def _find(self, record: ParamRecord) -> tuple[Unit, UnitTensor]:
+        return self.executor.owner[record.parameter]
+
+    def _has_codec(self, unit: Unit) -> bool:
+        return self.executor.updater.native and unit.home.plan.state_bits == 8
+
+    def _forget_copies(self, unit: Unit) -> None:
+        self.executor.forget_copies(unit)
+
+
+def _elementwise(tensor: UnitTensor, value: StateValue) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == (tensor.numel,) and value.is_floating_point()
+
+
+def logical_order(tensor: UnitTensor, values: torch.Tensor) -> torch.Tensor:
+    """1-D in the parameter's storage order -> 1-D in its logical (row-major) order."""
+    return tensor.shaped(values).reshape(-1)
+
+
+def storage_order(tensor: UnitTensor, values: torch.Tensor) -> torch.Tensor:
+    """1-D in logical order -> 1-D in the parameter's storage order."""
+    ordered = torch.empty_strided(tensor.shape, tensor.stride, dtype=values.dtype)
+    return ordered.copy_(values.view(tensor.shape)).as_strided((tensor.numel,), (1,))

@@ -1,0 +1,105 @@
+"""`Unit`: one streamed layer (or stem part) at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+from torch import nn
+
+from lazytrain_plugin.runtime.homes import UnitHome
+from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
+from lazytrain_plugin.runtime.pending import mark_pending, settle
+from lazytrain_plugin.runtime.slots import WeightSlot
+from lazytrain_plugin.runtime.worker import Ticket
+
+
+class Arrival(Enum):
+    """What a tensor's gradient memory holds in this window."""
+
+    WHOLE = "whole"
+    """One gradient, in the weight's dtype, where it arrived."""
+    SUMMED = "summed"
+    """A sum in the fp32 accumulator."""
+
+
+class Unit:
+    """A unit's parameters, where they rest, and what is under way for them."""
+
+    def __init__(self, name: str, module: nn.Module | None, layout: FlatLayout) -> None:
+        self.name = name
+        self.module = module
+        self.layout = layout
+        self.trained = layout.trained
+        self.home: UnitHome | None = None
+        self.original_forward: Callable | None = None
+        self.foreign: tuple[UnitTensor, ...] = ()
+        """Trained stem tensors that this unit uses too; their gradients go to their own unit."""
+        self.audited = False
+        """Whether a local graph has been searched for leaves that nobody declared."""
+        self.slot: WeightSlot | None = None
+        """The slot that `parameter.data` points into now; None while it points home."""
+        self.lease_depth = 0
+        self.update_ticket: Ticket | None = None
+        """The last update of this unit on the update thread."""
+        self.publish_event = None
+        """When the GPU-resident weights carry that update (CPU updater only)."""
+        self.gradient_event = None
+        """When the gradients that were sent home have arrived there."""
+        self.fold_ticket: Ticket | None = None
+        """The last addition of arrived gradients into the accumulator."""
+        self.upload_event = None
+        """The last transfer that read the weights at home."""
+        self.arrived: dict[UnitTensor, Arrival] = {}
+        """Tensors with a gradient in this window (between two optimizer steps)."""
+
+    def gradient_targets(self) -> tuple[UnitTensor, ...]:
+        return (*self.trained, *self.foreign)
+
+    # Where the parameters point.
+
+    def point_to(self, slot: WeightSlot) -> None:
+        for tensor, view in zip(self.layout.tensors, slot.views(self), strict=True):
+            tensor.parameter.data = view
+        self.slot = slot
+
+    def point_home(self) -> None:
+        for tensor, view in self.home.views.items():
+            tensor.parameter.data = view
+        self.slot = None
+
+    def weight_hooks(self) -> tuple[Callable, Callable] | None:
+        """Saved-tensor hooks that keep the slot out of a kept graph (None where weights do not move)."""
+        return (self._pack, self._unpack) if self.slot is not None else None
+
+    def _pack(self, tensor: torch.Tensor):
+        slot = self.slot
+        if slot is not None and tensor.untyped_storage().data_ptr() == slot.address:
+            return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        # Detached: a saved output would otherwise keep its own graph alive through itself.
+        return tensor.detach(), tensor._version
+
+    def _unpack(self, packed):
+        if len(packed) == 4:
+            dtype, shape, stride, offset = packed
+            return self.slot.flat.view(dtype).as_strided(shape, stride, offset)
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                f"{self.name}: a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after "
+                "the layer ran; replace the in-place operation on the layer's output or input by an ordinary one"
+            )
+        return tensor
+
+    # Updates under way.
+
+    def mark_pending(self, ticket: Ticket, resolve: Callable[[], None]) -> None:
+        self.update_ticket = ticket
+        for tensor in self.trained:
+            mark_pending(tensor.parameter, resolve)
+
+    def settle(self) -> None:
+        for tensor in self.trained:
+            settle(tensor.parameter)
+        self.update_ticket = None

@@ -1,0 +1,168 @@
+"""The optimizer update of one unit: the native AdamW kernels, or the client's own optimizer on fp32 masters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lazytrain_plugin.kernels.adamw import AdamWStep, accumulate, adamw_8bit, adamw_fp32
+from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.unit import Arrival, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class StepScalars:
+    """What one `step()` fixes for all units: read from the optimizer's live groups, then never again."""
+
+    groups: tuple[dict[str, Any], ...]
+    """Hyper-parameters per optimizer group, without its parameters."""
+    gradient_scale: float
+
+
+def read_groups(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    return tuple({key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
+
+
+def gradient_of(unit: Unit, tensor: UnitTensor, arrival: Arrival) -> torch.Tensor:
+    """The window's gradient, 1-D in storage order: as it arrived, or the fp32 sum."""
+    return unit.home.accumulated(tensor) if arrival == Arrival.SUMMED else unit.home.gradient(tensor)
+
+
+class NativeAdamW:
+    """AdamW (or Adam with L2 decay) by our kernels, in the unit's planned state format."""
+
+    native = True
+
+    def __init__(self, *, decoupled: bool) -> None:
+        self._decoupled = decoupled
+        self.steps: dict[UnitTensor, int] = {}
+        """Updates done per tensor; a tensor without a gradient in a step does not count it, as in torch."""
+
+    def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars) -> None:
+        home = unit.home
+        for tensor, arrival in arrived.items():
+            self.steps[tensor] = self.steps.get(tensor, 0) + 1
+            step = self._scalars(scalars.groups[tensor.group], self.steps[tensor], scalars.gradient_scale)
+            weight, remainder = home.weight(tensor), home.remainder_of(tensor)
+            moments = home.moment(tensor, "exp_avg"), home.moment(tensor, "exp_avg_sq")
+            gradient = gradient_of(unit, tensor, arrival)
+            if home.plan.state_bits == 8:
+                adamw_8bit(weight, remainder, gradient, *moments, step, noise_key=tensor.index)
+            else:
+                adamw_fp32(weight, remainder, gradient, *moments, step)
+
+    def _scalars(self, group: dict[str, Any], step: int, gradient_scale: float) -> AdamWStep:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        return AdamWStep(
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=step,
+            decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
+            gradient_scale=gradient_scale,
+            maximize=bool(group.get("maximize", False)),
+        )
+
+    def read_state(self, unit: Unit, tensor: UnitTensor) -> dict[str, Any]:
+        if tensor not in self.steps:
+            return {}
+        return {"step": float(self.steps[tensor]), **unit.home.read_moments(tensor)}
+
+    def write_state(self, unit: Unit, tensor: UnitTensor, state: dict[str, Any]) -> None:
+        if not state:
+            self.steps.pop(tensor, None)
+            zeros = torch.zeros(tensor.numel)
+            state = {"exp_avg": zeros, "exp_avg_sq": zeros}
+        else:
+            self.steps[tensor] = int(state["step"])
+        unit.home.write_moments(tensor, state)
+
+
+class ClientOptimizer:
+    """Any torch optimizer: its own `step`, once per unit, on that unit's fp32 masters.
+
+    Slower than the kernels: the masters of a bf16 unit are decoded before and encoded after every update. Masters keep
+    the parameters' shapes, so that optimizers which look at matrices see them. What an optimizer computes over all
+    parameters at once (a global trust ratio) it computes per unit here.
+    """
+
+    native = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._client = optimizer
+        self._masters: dict[UnitTensor, nn.Parameter] = {}
+
+    def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars) -> None:
+        shadow = object.__new__(type(self._client))
+        shadow.__dict__.update(self._client.__dict__)  # shares `state` with the client; has groups of its own
+        shadow.param_groups = [{**group, "params": []} for group in scalars.groups]
+        scratch = []
+        for tensor, arrival in sorted(arrived.items(), key=lambda item: item[0].position_in_group):
+            master = self._load_master(unit, tensor)
+            flat = torch.empty(tensor.numel, dtype=torch.float32, device=master.device)
+            accumulate(flat, gradient_of(unit, tensor, arrival), first=True)
+            if scalars.gradient_scale != 1.0:
+                flat.mul_(scalars.gradient_scale)
+            master.grad = tensor.shaped(flat)
+            shadow.param_groups[tensor.group]["params"].append(master)
+            scratch.append((tensor, master))
+        shadow.param_groups = [group for group in shadow.param_groups if group["params"]]
+        # The class's own method: instances carry wrappers (LR schedulers count calls) that belong to the client.
+        type(self._client).step(shadow)
+        for tensor, master in scratch:
+            master.grad = None
+            if tensor.is_split:
+                unit.home.write_master(tensor, _flat_storage(tensor, master.data))
+                master.data = torch.empty(0, device=master.device)
+
+    def _load_master(self, unit: Unit, tensor: UnitTensor) -> nn.Parameter:
+        weight = unit.home.weight(tensor)
+        if tensor.is_split:
+            values = unit.home.master_on_device(tensor)
+        else:
+            values = weight
+        master = self._masters.get(tensor)
+        if master is None:
+            master = self._masters[tensor] = nn.Parameter(tensor.shaped(values))
+        master.data = tensor.shaped(values)
+        return master
+
+    def read_state(self, unit: Unit, tensor: UnitTensor) -> dict[str, Any]:
+        master = self._masters.get(tensor)
+        state = self._client.state.get(master, {}) if master is not None else {}
+        return {
+            key: _flat_storage(tensor, value).cpu() if _is_elementwise(tensor, value) else value
+            for key, value in state.items()
+        }
+
+    def write_state(self, unit: Unit, tensor: UnitTensor, state: dict[str, Any]) -> None:
+        master = self._load_master(unit, tensor)
+        if not state:
+            self._client.state.pop(master, None)
+            return
+        restored = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() == tensor.numel and value.ndim == 1:
+                value = tensor.shaped(value.to(master.device, copy=True))
+            elif key == "step" and not isinstance(value, torch.Tensor):
+                value = torch.tensor(float(value))
+            restored[key] = value
+        self._client.state[master] = restored
+
+
+def _is_elementwise(tensor: UnitTensor, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.numel() > 1
+
+
+def _flat_storage(tensor: UnitTensor, values: torch.Tensor) -> torch.Tensor:
+    """A shaped tensor as 1-D in the parameter's storage order."""
+    if values.stride() != tensor.stride:
+        values = torch.empty_strided(tensor.shape, tensor.stride, dtype=values.dtype, device=values.device).copy_(
+            values
+        )
+    return values.as_strided((tensor.numel,), (1,))

@@ -1,0 +1,72 @@
+"""The update thread, and the tickets by which others wait for its work."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class Ticket:
+    """One piece of work of the update thread. `wait` re-raises what went wrong there."""
+
+    __slots__ = ("_done", "_error", "label")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise RuntimeError(f"{self.label} failed in the update thread: {self._error}") from self._error
+
+
+class UpdateWorker:
+    """Runs submitted work in order on one daemon thread.
+
+    After a failure nothing more runs: every later ticket fails with the first error, because an update that was
+    lost must not be followed by one that assumes it.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="lazytrain-update", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None], label: str) -> Ticket:
+        if not self._thread.is_alive():
+            raise RuntimeError(f"{label}: the engine was destroyed; make a new one with deepspeed.initialize")
+        ticket = Ticket(label)
+        self._queue.put((work, ticket))
+        return ticket
+
+    def drain(self) -> None:
+        """Returns when everything submitted so far is done."""
+        if self._thread.is_alive():
+            self.submit(lambda: None, "drain").wait()
+
+    def close(self) -> None:
+        """Finishes what was submitted and ends the thread. Safe to call twice."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, ticket = item
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                work()
+            except BaseException as error:  # noqa: BLE001 - it is raised again where the ticket is awaited
+                self._failure = ticket._error = error
+            finally:
+                ticket._done.set()
+                del work, item
