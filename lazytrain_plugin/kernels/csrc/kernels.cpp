@@ -1,0 +1,429 @@
+// The range functions of kernels.h, compiled once per instruction set (LT_TABLE names the table). No header with inline functions of
+// the standard library is included: such a function, compiled here for AVX-512, could be the copy that the linker keeps for all.
+#include "kernels.h"
+#include "simd.h"
+
+namespace lazytrain {
+namespace {
+
+constexpr int32_t kInfBits = 0x7F800000;
+constexpr int32_t kNanBits = 0x7FC00000;
+
+// ---- split weights: fp32 = bf16 weight + int16 remainder (encoding: split.py) ----
+
+LT_INLINE void split_vector(f32 master, u16& weight, i16& remainder) {
+    i32 b = (master != master) ? splat(kNanBits) : bits(master);
+    weight = narrow16(((u32)b + 0x8000u) >> 16);
+    remainder = (i16)narrow16((u32)b & 0xFFFFu);
+}
+
+LT_INLINE f32 join_vector(u16 weight, i16 remainder) {
+    i32 high = __builtin_convertvector(weight, i32);
+    i32 low = __builtin_convertvector(remainder, i32);
+    i32 borrow = low < 0;  // -1 where the weight was rounded up
+    i32 joined = ((high + borrow) << 16) | (low & 0xFFFF);
+    i32 replaced_by_zero = borrow & ((high & 0x7FFF) == 0);
+    return from_bits(replaced_by_zero ? high << 16 : joined);
+}
+
+// ---- the update ----
+
+struct Uniform {  // AdamWScalars in registers
+    f32 gradient_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, inv_sqrt_bias2, eps, minus_step_size;
+    i32 lerp_from_gradient;
+    LT_INLINE Uniform make(const AdamWScalars& s) {
+        return {splat(s.gradient_scale), splat(s.l2), splat(s.decay), splat(s.lerp_weight), splat(s.beta2),
+                splat(s.one_minus_beta2), splat(s.inv_sqrt_bias2), splat(s.eps), splat(s.minus_step_size),
+                splat(s.lerp_from_gradient ? -1 : 0)};
+    }
+};
+
+template <bool kL2>
+LT_INLINE void update(const Uniform& s, f32& p, f32 g, f32& m, f32& v) {
+    g = g * s.gradient_scale;
+    if (kL2) g = g + s.l2 * p;
+    p = p * s.decay;
+    f32 base = s.lerp_from_gradient ? g : m;
+    m = base + s.lerp_weight * (g - m);
+    v = v * s.beta2 + (s.one_minus_beta2 * g) * g;
+    f32 denominator = square_root(v) * s.inv_sqrt_bias2 + s.eps;
+    p = p + (s.minus_step_size * m) / denominator;
+}
+
+template <bool kSplit>
+LT_INLINE f32 load_weight(const void* weight, const int16_t* remainder, int64_t i) {
+    if (kSplit) return join_vector(load<u16>((const uint16_t*)weight + i), load<i16>(remainder + i));
+    return load<f32>((const float*)weight + i);
+}
+template <bool kSplit>
+LT_INLINE void store_weight(void* weight, int16_t* remainder, int64_t i, f32 p) {
+    if (!kSplit) return store((float*)weight + i, p);
+    u16 high;
+    i16 low;
+    split_vector(p, high, low);
+    store((uint16_t*)weight + i, high);
+    store(remainder + i, low);
+}
+template <bool kBf16>
+LT_INLINE f32 load_gradient(const void* gradient, int64_t i) {
+    if (kBf16) return bf16_to_float(load<u16>((const uint16_t*)gradient + i));
+    return load<f32>((const float*)gradient + i);
+}
+
+template <bool kSplit, bool kBf16, bool kL2>
+LT_INLINE void fp32_vector(const Uniform& s, void* weight, int16_t* remainder, const void* gradient, float* m_at, float* v_at,
+                           int64_t i) {
+    f32 p = load_weight<kSplit>(weight, remainder, i), m = load<f32>(m_at + i), v = load<f32>(v_at + i);
+    update<kL2>(s, p, load_gradient<kBf16>(gradient, i), m, v);
+    store(m_at + i, m);
+    store(v_at + i, v);
+    store_weight<kSplit>(weight, remainder, i, p);
+}
+
+// The last, partial vector works on copies: nothing outside [begin, end) is read or written.
+struct Tail {
+    alignas(64) char weight[4 * W] = {}, gradient[4 * W] = {};
+    alignas(64) int16_t remainder[W] = {};
+    alignas(64) float m[W] = {}, v[W] = {};
+    alignas(64) uint8_t m_codes[W] = {}, v_codes[W] = {};
+
+    template <bool kSplit, bool kBf16>
+    void load_from(const AdamW& a, int64_t at, int64_t count) {
+        constexpr int weight_bytes = kSplit ? 2 : 4, gradient_bytes = kBf16 ? 2 : 4;
+        memcpy(weight, (const char*)a.weight + at * weight_bytes, count * weight_bytes);
+        memcpy(gradient, (const char*)a.gradient + at * gradient_bytes, count * gradient_bytes);
+        if (kSplit) memcpy(remainder, a.remainder + at, count * 2);
+    }
+    template <bool kSplit>
+    void store_weight_to(const AdamW& a, int64_t at, int64_t count) const {
+        constexpr int weight_bytes = kSplit ? 2 : 4;
+        memcpy((char*)a.weight + at * weight_bytes, weight, count * weight_bytes);
+        if (kSplit) memcpy(a.remainder + at, remainder, count * 2);
+    }
+};
+
+template <bool kSplit, bool kBf16, bool kL2>
+void adamw_fp32_range(const AdamW& a, int64_t begin, int64_t end) {
+    const Uniform s = Uniform::make(a.scalars);
+    int64_t i = begin;
+    for (; i + W <= end; i += W) fp32_vector<kSplit, kBf16, kL2>(s, a.weight, a.remainder, a.gradient, a.exp_avg, a.exp_avg_sq, i);
+    if (i == end) return;
+    Tail t;
+    const int64_t count = end - i;
+    t.load_from<kSplit, kBf16>(a, i, count);
+    memcpy(t.m, a.exp_avg + i, count * 4);
+    memcpy(t.v, a.exp_avg_sq + i, count * 4);
+    fp32_vector<kSplit, kBf16, kL2>(s, t.weight, t.remainder, t.gradient, t.m, t.v, 0);
+    t.store_weight_to<kSplit>(a, i, count);
+    memcpy(a.exp_avg + i, t.m, count * 4);
+    memcpy(a.exp_avg_sq + i, t.v, count * 4);
+}
+
+// ---- 8-bit states (state8.py has the meaning of every step) ----
+
+struct Book {  // CodeBook in registers
+    const float* values;
+    f32 scale, offset, last, below, above, first, top;
+    i32 zero_code;
+    LT_INLINE Book make(const CodeBook& b) {
+        return {b.values, table8(b.scale), table8(b.offset), table8(b.last), table8(b.below), table8(b.above), table8(b.first),
+                splat(b.top), splat(b.zero_code)};
+    }
+};
+
+constexpr float kDecadeScale = 3.6014841e-08f;  // state8.DECADE_SCALE, DECADE_OFFSET
+constexpr float kDecadeOffset = -31.347432f;
+
+// Position of x >= 0 in the code book, counted from the code of zero, plus `noise` in [0, 1), cut to an integer.
+LT_INLINE i32 position(const Book& b, f32 x, f32 noise) {
+    i32 decade = truncate(max_(to_float(bits(x)) * kDecadeScale + kDecadeOffset, f32{}));
+    f32 r = x * pick(b.scale, decade) + pick(b.offset, decade);
+    f32 p = r + min_(r, f32{}) * pick(b.below, decade);
+    p = p + max_(r - pick(b.last, decade), f32{}) * pick(b.above, decade);
+    p = p + pick(b.first, decade);
+    return truncate(min_(p, b.top) + noise);
+}
+
+LT_INLINE u8 encode_signed(const Book& b, f32 m, f32 inverse_scale, f32 noise) {
+    i32 magnitude = bits(m) & 0x7FFFFFFF, sign = bits(m) >> 31;
+    i32 k = position(b, from_bits(magnitude) * inverse_scale, noise);
+    i32 code = b.zero_code + ((k ^ sign) - sign);
+    return narrow8(min_(max_(code, i32{}), splat(255)));
+}
+
+LT_INLINE u8 encode_unsigned(const Book& b, f32 v, f32 inverse_scale, f32 noise) {
+    i32 k = position(b, v * inverse_scale, noise);
+    i32 least = (bits(v) > 0) & 1;  // a second moment that is not zero never decodes to zero: m / eps would explode
+    return narrow8(min_(max_(k, least), splat(255)));
+}
+
+LT_INLINE int32_t largest(i32 x) {
+    int32_t result = x[0];
+    for (int i = 1; i < W; i++) result = x[i] > result ? x[i] : result;
+    return result;
+}
+
+LT_INLINE float float_of(int32_t b) {
+    float x;
+    memcpy(&x, &b, 4);
+    return x;
+}
+
+// Scale of a block from the bits of its largest value and of its largest negated value. NaN when a value is not finite.
+LT_INLINE float block_scale(const CodeBook& b, int32_t largest_bits, int32_t largest_negated_bits) {
+    if (largest_bits >= kInfBits || largest_negated_bits >= kInfBits) return float_of(kNanBits);
+    float scale = float_of(largest_bits);
+    if (largest_negated_bits > 0) {
+        float negative = float_of(largest_negated_bits);
+        if (b.negative_extreme > 0.0f) negative = negative / b.negative_extreme;  // so that the most negative value is a code
+        scale = negative > scale ? negative : scale;
+        if (scale > 3.402823466e38f) return float_of(kNanBits);
+    }
+    if (scale > 0.0f && scale < 1.17549435e-38f) scale = 1.17549435e-38f;  // or its inverse would be infinite
+    return scale;
+}
+
+LT_INLINE float inverse_of(float scale) {
+    return scale > 0.0f ? (1.0f / scale) * 1.00000095367431640625f : 0.0f;  // a hair over: the extreme always gets the extreme code
+}
+
+// Uniform noise of an element from its index and the seeds of (parameter, step): 32 bits, the low half for m, the high half for v.
+LT_INLINE u32 noise_bits(u32 index, uint32_t seed0, uint32_t seed1) {
+    u32 h = index ^ seed0;
+    h = (h ^ (h >> 16)) * 0x7FEB352Du;
+    h = h ^ seed1;
+    h = (h ^ (h >> 15)) * 0x846CA68Bu;
+    return h ^ (h >> 16);
+}
+
+struct Extremes {  // over a block; bits order like the floats for values >= 0, and NaN is above infinity
+    i32 positive = {}, negative = {};
+    LT_INLINE void add(Extremes& e, f32 x, i32 inside) {
+        e.positive = max_(e.positive, bits(x) & inside);
+        e.negative = max_(e.negative, (bits(x) ^ (int32_t)0x80000000) & inside);
+    }
+};
+
+LT_INLINE i32 lanes_below(int64_t count) {
+    i32 lane;
+    for (int l = 0; l < W; l++) lane[l] = l;
+    return lane < (int32_t)count;
+}
+
+LT_INLINE void encode_block(const CodeBook& signed_book, const Book& mb, const float* m, float m_scale, uint8_t* m_codes,
+                            const Book& vb, const float* v, float v_scale, uint8_t* v_codes, int64_t count, uint64_t index,
+                            const AdamW& a) {
+    const bool m_finite = m_scale == m_scale, v_finite = v_scale == v_scale;
+    const f32 m_inverse = splat(inverse_of(m_scale)), v_inverse = splat(inverse_of(v_scale));
+    const uint32_t seed1 = a.seed1 ^ ((uint32_t)(index >> 32) * 0x9E3779B9u);
+    u32 lane;
+    for (int l = 0; l < W; l++) lane[l] = (uint32_t)l;
+    for (int64_t i = 0; i < count; i += W) {
+        u32 h = noise_bits(lane + (uint32_t)(index + i), a.seed0, seed1);
+        f32 m_noise = to_float((i32)(h & 0xFFFFu)) * 0x1p-16f, v_noise = to_float((i32)(h >> 16)) * 0x1p-16f;
+        u8 mc = encode_signed(mb, load<f32>(m + i), m_inverse, m_noise);
+        u8 vc = encode_unsigned(vb, load<f32>(v + i), v_inverse, v_noise);
+        if (i + W <= count) {
+            store(m_codes + i, mc);
+            store(v_codes + i, vc);
+        } else {
+            memcpy(m_codes + i, &mc, count - i);
+            memcpy(v_codes + i, &vc, count - i);
+        }
+    }
+    if (!m_finite) memset(m_codes, signed_book.zero_code, count);
+    if (!v_finite) memset(v_codes, 0, count);
+}
+
+template <bool kSplit, bool kBf16, bool kL2>
+void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
+    const Uniform s = Uniform::make(a.scalars);
+    const Book mb = Book::make(*a.signed_book), vb = Book::make(*a.unsigned_book);
+    alignas(64) float m_buffer[kBlock], v_buffer[kBlock];
+    const i32 all = splat(-1);
+
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t count = end - at < kBlock ? end - at : kBlock, whole = count / W * W;
+        uint8_t *m_codes = a.exp_avg_codes + at, *v_codes = a.exp_avg_sq_codes + at;
+        float &m_scale = a.exp_avg_scales[at / kBlock], &v_scale = a.exp_avg_sq_scales[at / kBlock];
+        const f32 old_m_scale = splat(m_scale), old_v_scale = splat(v_scale);
+        Extremes m_extremes, v_extremes;
+        for (int64_t i = 0; i < whole; i += W) {
+            f32 p = load_weight<kSplit>(a.weight, a.remainder, at + i);
+            f32 m = look_up(mb.values, load<u8>(m_codes + i)) * old_m_scale;
+            f32 v = look_up(vb.values, load<u8>(v_codes + i)) * old_v_scale;
+            update<kL2>(s, p, load_gradient<kBf16>(a.gradient, at + i), m, v);
+            store_weight<kSplit>(a.weight, a.remainder, at + i, p);
+            store(m_buffer + i, m);
+            store(v_buffer + i, v);
+            Extremes::add(m_extremes, m, all);
+            v_extremes.positive = max_(v_extremes.positive, bits(v) & 0x7FFFFFFF);
+        }
+        if (whole < count) {
+            const int64_t rest = count - whole;
+            const i32 inside = lanes_below(rest);  // the padding must not reach the scales
+            Tail t;
+            t.load_from<kSplit, kBf16>(a, at + whole, rest);
+            memcpy(t.m_codes, m_codes + whole, rest);
+            memcpy(t.v_codes, v_codes + whole, rest);
+            f32 p = load_weight<kSplit>(t.weight, t.remainder, 0);
+            f32 m = look_up(mb.values, load<u8>(t.m_codes)) * old_m_scale;
+            f32 v = look_up(vb.values, load<u8>(t.v_codes)) * old_v_scale;
+            update<kL2>(s, p, load_gradient<kBf16>(t.gradient, 0), m, v);
+            store_weight<kSplit>(t.weight, t.remainder, 0, p);
+            t.store_weight_to<kSplit>(a, at + whole, rest);
+            store(m_buffer + whole, m);
+            store(v_buffer + whole, v);
+            Extremes::add(m_extremes, m, inside);
+            v_extremes.positive = max_(v_extremes.positive, bits(v) & 0x7FFFFFFF & inside);
+        }
+        m_scale = block_scale(*a.signed_book, largest(m_extremes.positive), largest(m_extremes.negative));
+        v_scale = block_scale(*a.unsigned_book, largest(v_extremes.positive), 0);
+        encode_block(*a.signed_book, mb, m_buffer, m_scale, m_codes, vb, v_buffer, v_scale, v_codes, count,
+                     (uint64_t)(a.first_index + at), a);
+    }
+}
+
+template <template <bool, bool, bool> class Range>
+LT_INLINE void dispatch(const AdamW& a, int64_t begin, int64_t end) {
+    const bool bf16 = a.gradient_is_bf16, l2 = a.scalars.use_l2;
+    if (a.remainder)
+        bf16 ? (l2 ? Range<1, 1, 1>::run(a, begin, end) : Range<1, 1, 0>::run(a, begin, end))
+             : (l2 ? Range<1, 0, 1>::run(a, begin, end) : Range<1, 0, 0>::run(a, begin, end));
+    else
+        bf16 ? (l2 ? Range<0, 1, 1>::run(a, begin, end) : Range<0, 1, 0>::run(a, begin, end))
+             : (l2 ? Range<0, 0, 1>::run(a, begin, end) : Range<0, 0, 0>::run(a, begin, end));
+}
+template <bool kSplit, bool kBf16, bool kL2>
+struct Fp32Range {
+    static void run(const AdamW& a, int64_t begin, int64_t end) { adamw_fp32_range<kSplit, kBf16, kL2>(a, begin, end); }
+};
+template <bool kSplit, bool kBf16, bool kL2>
+struct EightBitRange {
+    static void run(const AdamW& a, int64_t begin, int64_t end) { adamw_8bit_range<kSplit, kBf16, kL2>(a, begin, end); }
+};
+void adamw_fp32(const AdamW& a, int64_t begin, int64_t end) { dispatch<Fp32Range>(a, begin, end); }
+void adamw_8bit(const AdamW& a, int64_t begin, int64_t end) { dispatch<EightBitRange>(a, begin, end); }
+
+void quantize(const float* values, uint8_t* codes, float* scales, const CodeBook& book, int64_t begin, int64_t end) {
+    const Book b = Book::make(book);
+    const bool is_signed = book.zero_code != 0;
+    const f32 half = splat(0.5f);
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t count = end - at < kBlock ? end - at : kBlock;
+        alignas(64) float block[kBlock] = {};
+        memcpy(block, values + at, count * 4);
+        Extremes extremes;
+        for (int64_t i = 0; i < count; i += W) Extremes::add(extremes, load<f32>(block + i), splat(-1));
+        const float scale = block_scale(book, largest(extremes.positive), largest(extremes.negative));
+        scales[at / kBlock] = scale;
+        if (scale != scale) {
+            memset(codes + at, book.zero_code, count);
+            continue;
+        }
+        const f32 inverse = splat(inverse_of(scale));
+        alignas(64) uint8_t encoded[kBlock];
+        for (int64_t i = 0; i < count; i += W) {
+            f32 x = load<f32>(block + i);
+            store(encoded + i, is_signed ? encode_signed(b, x, inverse, half) : encode_unsigned(b, x, inverse, half));
+        }
+        memcpy(codes + at, encoded, count);
+    }
+}
+
+void dequantize(const uint8_t* codes, const float* scales, float* values, const CodeBook& book, int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kBlock) {
+        const int64_t count = end - at < kBlock ? end - at : kBlock;
+        const float scale = scales[at / kBlock];
+        for (int64_t i = 0; i < count; i++) values[at + i] = book.values[codes[at + i]] * scale;
+    }
+}
+
+// ---- weights, gradients, norms ----
+
+void split(const float* master, uint16_t* weight, int16_t* remainder, int64_t begin, int64_t end) {
+    u16 high;
+    i16 low;
+    int64_t i = begin;
+    for (; i + W <= end; i += W) {
+        split_vector(load<f32>(master + i), high, low);
+        store(weight + i, high);
+        store(remainder + i, low);
+    }
+    if (i == end) return;
+    f32 rest = {};
+    memcpy(&rest, master + i, (end - i) * 4);
+    split_vector(rest, high, low);
+    memcpy(weight + i, &high, (end - i) * 2);
+    memcpy(remainder + i, &low, (end - i) * 2);
+}
+
+void join(const uint16_t* weight, const int16_t* remainder, float* master, int64_t begin, int64_t end) {
+    int64_t i = begin;
+    for (; i + W <= end; i += W) store(master + i, join_vector(load<u16>(weight + i), load<i16>(remainder + i)));
+    if (i == end) return;
+    u16 high = {};
+    i16 low = {};
+    memcpy(&high, weight + i, (end - i) * 2);
+    memcpy(&low, remainder + i, (end - i) * 2);
+    f32 rest = join_vector(high, low);
+    memcpy(master + i, &rest, (end - i) * 4);
+}
+
+template <bool kBf16, bool kFirst>
+LT_INLINE void accumulate_range(float* accumulator, const void* gradient, int64_t begin, int64_t end) {
+    int64_t i = begin;
+    for (; i + W <= end; i += W) {
+        f32 g = load_gradient<kBf16>(gradient, i);
+        store(accumulator + i, kFirst ? g : load<f32>(accumulator + i) + g);
+    }
+    if (i == end) return;
+    alignas(64) char tail[4 * W] = {};
+    memcpy(tail, (const char*)gradient + i * (kBf16 ? 2 : 4), (end - i) * (kBf16 ? 2 : 4));
+    f32 g = load_gradient<kBf16>(tail, 0), sum = {};
+    memcpy(&sum, accumulator + i, (end - i) * 4);
+    sum = kFirst ? g : sum + g;
+    memcpy(accumulator + i, &sum, (end - i) * 4);
+}
+void accumulate(float* accumulator, const void* gradient, int gradient_is_bf16, int first, int64_t begin, int64_t end) {
+    if (gradient_is_bf16)
+        first ? accumulate_range<true, true>(accumulator, gradient, begin, end)
+              : accumulate_range<true, false>(accumulator, gradient, begin, end);
+    else
+        first ? accumulate_range<false, true>(accumulator, gradient, begin, end)
+              : accumulate_range<false, false>(accumulator, gradient, begin, end);
+}
+
+template <bool kBf16>
+LT_INLINE void sum_squares_rows(const void* values, int64_t numel, int64_t part, double* lanes) {
+    memset(lanes, 0, kLanes * sizeof(double));
+    for (int64_t at = part * kLanes; at < numel; at += kParts * kLanes) {
+        const int64_t count = numel - at < kLanes ? numel - at : kLanes;
+        int64_t l = 0;
+        for (; l + W <= count; l += W) {
+            f64 x = __builtin_convertvector(load_gradient<kBf16>(values, at + l), f64);
+            store(lanes + l, load<f64>(lanes + l) + x * x);  // the square of an fp32 is exact in fp64
+        }
+        if (l == count) continue;
+        alignas(64) char tail[4 * W] = {};
+        memcpy(tail, (const char*)values + (at + l) * (kBf16 ? 2 : 4), (count - l) * (kBf16 ? 2 : 4));
+        f64 x = __builtin_convertvector(load_gradient<kBf16>(tail, 0), f64);
+        store(lanes + l, load<f64>(lanes + l) + x * x);
+    }
+}
+void sum_squares_part(const void* values, int is_bf16, int64_t numel, int64_t part, double* lanes) {
+    is_bf16 ? sum_squares_rows<true>(values, numel, part, lanes) : sum_squares_rows<false>(values, numel, part, lanes);
+}
+
+void add_lanes(double* lanes, const double* parts, int64_t num_parts) {
+    memcpy(lanes, parts, kLanes * sizeof(double));
+    for (int64_t p = 1; p < num_parts; p++)
+        for (int64_t l = 0; l < kLanes; l += W) store(lanes + l, load<f64>(lanes + l) + load<f64>(parts + p * kLanes + l));
+}
+
+}  // namespace
+
+extern const Kernels LT_TABLE;
+const Kernels LT_TABLE = {LT_NAME, adamw_fp32, adamw_8bit, quantize, dequantize, split, join, accumulate, sum_squares_part, add_lanes};
+
+}  // namespace lazytrain

@@ -1,0 +1,80 @@
+// What the instruction-set builds of kernels.cpp give to library.cpp: one table of range functions each.
+//
+// Every function works on elements [begin, end) of flat arrays. `begin` is a multiple of 256 (one quantization block), so ranges may
+// run on different threads, and results don't depend on how the work is cut.
+#pragma once
+#include <stdint.h>
+
+namespace lazytrain {
+
+constexpr int64_t kBlock = 256;   // elements of one 8-bit quantization block
+constexpr int64_t kLanes = 1024;  // lanes of sum_squares: element i is row i / 1024, lane i % 1024
+constexpr int64_t kParts = 256;   // row r belongs to part r % 256
+
+// Scalars of one update, made once in Python (adamw.AdamWScalars) in double and rounded to fp32, the same on every device.
+struct AdamWScalars {
+    float gradient_scale;       // negative to maximize
+    float l2;                   // weight decay added to the gradient; used only when use_l2
+    float decay;                // 1 - lr * weight_decay when decoupled, else 1
+    float lerp_weight;          // m = base + lerp_weight * (g - m); base is m, or g when lerp_from_gradient (beta1 <= 0.5), as in torch.lerp
+    float beta2;
+    float one_minus_beta2;
+    float inv_sqrt_bias2;       // 1 / sqrt(1 - beta2^step)
+    float eps;
+    float minus_step_size;      // -lr / (1 - beta1^step)
+    int32_t use_l2;
+    int32_t lerp_from_gradient;
+};
+
+// One signed or unsigned 8-bit code book and the seven decades by which a value finds its code (state8.CodeBook).
+// A table of eight entries per quantity: entry 7 repeats entry 6.
+struct CodeBook {
+    const float* values;        // [256] ascending
+    float scale[8], offset[8];  // r = x * scale + offset: position after the decade's first code
+    float last[8];              // r of the decade's last code
+    float below[8], above[8];   // change of slope before the first and after the last code
+    float first[8];             // position of the decade's first code, counted from the code of zero
+    float top;                  // position of 1.0
+    float negative_extreme;     // -values[0]; 0 for the unsigned book
+    int32_t zero_code;          // 127 signed, 0 unsigned
+};
+
+struct AdamW {
+    void* weight;               // bf16 when remainder is given, else fp32
+    int16_t* remainder;
+    const void* gradient;
+    int32_t gradient_is_bf16;
+    AdamWScalars scalars;
+    float* exp_avg;             // fp32 states
+    float* exp_avg_sq;
+    uint8_t* exp_avg_codes;     // or 8-bit states
+    float* exp_avg_scales;
+    uint8_t* exp_avg_sq_codes;
+    float* exp_avg_sq_scales;
+    const CodeBook* signed_book;
+    const CodeBook* unsigned_book;
+    uint32_t seed0, seed1;      // from (noise_key, step)
+    int64_t first_index;        // index of element 0 in its parameter, a multiple of 256
+    int64_t numel;
+};
+
+struct Kernels {
+    const char* name;
+    void (*adamw_fp32)(const AdamW&, int64_t begin, int64_t end);
+    void (*adamw_8bit)(const AdamW&, int64_t begin, int64_t end);
+    void (*quantize)(const float* values, uint8_t* codes, float* scales, const CodeBook&, int64_t begin, int64_t end);
+    void (*dequantize)(const uint8_t* codes, const float* scales, float* values, const CodeBook&, int64_t begin, int64_t end);
+    void (*split)(const float* master, uint16_t* weight, int16_t* remainder, int64_t begin, int64_t end);
+    void (*join)(const uint16_t* weight, const int16_t* remainder, float* master, int64_t begin, int64_t end);
+    void (*accumulate)(float* accumulator, const void* gradient, int gradient_is_bf16, int first, int64_t begin, int64_t end);
+    void (*sum_squares_part)(const void* values, int is_bf16, int64_t numel, int64_t part, double* lanes);  // lanes: [1024], written
+    void (*add_lanes)(double* lanes, const double* parts, int64_t num_parts);  // lanes[l] = parts[0][l] + parts[1][l] + ...
+};
+
+extern const Kernels kGeneric;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace lazytrain

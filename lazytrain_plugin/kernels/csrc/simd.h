@@ -1,0 +1,104 @@
+// Vectors of W fp32 lanes: GCC vector extensions, so that one source gives AVX-512, AVX2 and plain code; intrinsics only where the
+// compiler has no operator (square root, table look-up) or a poor one (narrowing on AVX2). No operation here rounds differently between
+// builds: all are IEEE, and the build switches contraction to FMA off.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define LT_INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+#define LT_LANES 16
+#else
+#define LT_LANES 8
+#endif
+
+namespace {
+
+constexpr int W = LT_LANES;
+typedef float f32 __attribute__((vector_size(4 * LT_LANES)));
+typedef int32_t i32 __attribute__((vector_size(4 * LT_LANES)));
+typedef uint32_t u32 __attribute__((vector_size(4 * LT_LANES)));
+typedef int16_t i16 __attribute__((vector_size(2 * LT_LANES)));
+typedef uint16_t u16 __attribute__((vector_size(2 * LT_LANES)));
+typedef uint8_t u8 __attribute__((vector_size(LT_LANES)));
+typedef double f64 __attribute__((vector_size(8 * LT_LANES)));
+
+template <class V>
+LT_INLINE V load(const void* from) {
+    V v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+template <class V>
+LT_INLINE void store(void* to, V v) {
+    memcpy(to, &v, sizeof v);
+}
+LT_INLINE f32 splat(float x) { return x - f32{}; }  // x - 0 keeps the bits of every x, -0.0 too
+LT_INLINE i32 splat(int32_t x) { return x + i32{}; }
+LT_INLINE u32 splat(uint32_t x) { return x + u32{}; }
+LT_INLINE i32 bits(f32 x) { return (i32)x; }
+LT_INLINE f32 from_bits(i32 x) { return (f32)x; }
+LT_INLINE f32 max_(f32 a, f32 b) { return a > b ? a : b; }
+LT_INLINE f32 min_(f32 a, f32 b) { return a < b ? a : b; }
+LT_INLINE i32 max_(i32 a, i32 b) { return a > b ? a : b; }
+LT_INLINE i32 min_(i32 a, i32 b) { return a < b ? a : b; }
+LT_INLINE f32 to_float(i32 x) { return __builtin_convertvector(x, f32); }
+LT_INLINE i32 truncate(f32 x) { return __builtin_convertvector(x, i32); }
+
+LT_INLINE f32 bf16_to_float(u16 x) { return (f32)(__builtin_convertvector(x, u32) << 16); }
+
+LT_INLINE f32 square_root(f32 x) {
+#if defined(__AVX512F__)
+    return (f32)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+    return (f32)_mm256_sqrt_ps((__m256)x);
+#else
+    f32 y;
+    for (int i = 0; i < W; i++) y[i] = __builtin_sqrtf(x[i]);
+    return y;
+#endif
+}
+
+LT_INLINE u16 narrow16(u32 x) {  // the low 16 bits of each lane; the high ones must be zero
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i packed = _mm256_packus_epi32((__m256i)x, (__m256i)x);
+    return (u16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+    return __builtin_convertvector(x, u16);
+#endif
+}
+
+LT_INLINE u8 narrow8(i32 x) {  // lanes are 0 .. 255
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)x), 0x08);
+    __m128i half = _mm256_castsi256_si128(packed);
+    return (u8)_mm_cvtsi128_si64(_mm_packus_epi16(half, half));
+#else
+    return __builtin_convertvector(x, u8);
+#endif
+}
+
+LT_INLINE f32 look_up(const float* table, u8 code) {  // a table of 256
+#if defined(__AVX512F__)
+    return (f32)_mm512_i32gather_ps((__m512i)__builtin_convertvector(code, i32), table, 4);
+#elif defined(__AVX2__)
+    return (f32)_mm256_i32gather_ps(table, (__m256i)__builtin_convertvector(code, i32), 4);
+#else
+    f32 y;
+    for (int i = 0; i < W; i++) y[i] = table[code[i]];
+    return y;
+#endif
+}
+
+LT_INLINE f32 table8(const float (&entries)[8]) {  // eight entries in one register, for pick()
+    f32 t;
+    for (int i = 0; i < W; i++) t[i] = entries[i % 8];
+    return t;
+}
+LT_INLINE f32 pick(f32 table, i32 index) { return __builtin_shuffle(table, index); }  // index 0 .. 7
+
+}  // namespace

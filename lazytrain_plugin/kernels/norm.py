@@ -1,0 +1,48 @@
+"""Sums of squares of gradients with the same bits on every device, for clipping by the global norm.
+
+One order of summation, in fp64: element i is row i // 1024, lane i % 1024; row r belongs to part r % 256. A part adds its rows one
+after the other, lane by lane; then the parts are added one after the other; `combine_lanes` halves the lanes.
+The square of an fp32 value is exact in fp64, so contraction to FMA makes no difference here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lazytrain_plugin.errors import KernelError
+from lazytrain_plugin.kernels.reference import LANES, PARTS
+from lazytrain_plugin.kernels.state8 import check_flat
+
+__all__ = ["LANES", "PARTS", "combine_lanes", "sum_squares_lanes"]
+
+
+def sum_squares_lanes(gradient: torch.Tensor, lanes_fp64_out: torch.Tensor) -> None:
+    """Writes the sums of squares of `gradient` [n] (bf16 or fp32) per lane to `lanes_fp64_out` [LANES], same device.
+
+    NaN and infinities propagate. Raises KernelError when shapes, dtypes or devices don't fit.
+    """
+    device = gradient.device
+    dtype = torch.float32 if gradient.dtype == torch.float32 else torch.bfloat16
+    check_flat("gradient", gradient, dtype, gradient.numel(), device)
+    check_flat("lanes", lanes_fp64_out, torch.float64, LANES, device)
+    if device.type == "cpu":
+        from lazytrain_plugin.kernels import native
+
+        native.sum_squares(gradient, lanes_fp64_out)
+    elif device.type == "cuda":
+        from lazytrain_plugin.kernels.triton import require_triton
+
+        require_triton()
+        from lazytrain_plugin.kernels.triton import norm as triton_norm
+
+        triton_norm.sum_squares(gradient, lanes_fp64_out)
+    else:
+        raise KernelError(f"There is no norm kernel for {device.type} tensors. Use the CPU or a CUDA GPU.")
+
+
+def combine_lanes(lanes_fp64: torch.Tensor) -> torch.Tensor:
+    """Sums of squares fp64 [num_tensors] from lanes [num_tensors, LANES], on any device."""
+    while lanes_fp64.shape[1] > 1:
+        half = lanes_fp64.shape[1] // 2
+        lanes_fp64 = lanes_fp64[:, :half] + lanes_fp64[:, half:]
+    return lanes_fp64[:, 0]
