@@ -55,7 +55,9 @@ def check_plan(
         )
     if hardware.has_gpu and any(unit.weights != Tier.GPU for unit in plan.stem):
         raise PlanMismatchError("a stem unit's weights are off the GPU; they are read there between steps")
-    ledger = account(_problem(plan, model, hardware, tokens, gpu_budget_bytes, cpu_budget_bytes, accumulation_steps), plan)
+    ledger = account(
+        _problem(plan, model, hardware, tokens, gpu_budget_bytes, cpu_budget_bytes, accumulation_steps), plan
+    )
     have = {
         "gpu": (gpu_budget_bytes or hardware.gpu_free_bytes) if hardware.has_gpu else 0,
         "cpu": cpu_budget_bytes or hardware.cpu_free_bytes,
@@ -72,6 +74,7 @@ def check_plan(
 
 def _problem(plan, model, hardware, tokens, gpu_budget_bytes, cpu_budget_bytes, accumulation_steps) -> PlacementProblem:
     """The problem with each unit's moments in the plan's own bits (a hand-written plan may mix them)."""
+
     def build(bits: int) -> PlacementProblem:
         return build_problem(
             model,

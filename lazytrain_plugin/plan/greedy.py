@@ -112,8 +112,8 @@ def _spread(count: int, num_units: int) -> frozenset[int]:
 
 
 def _plan(problem: PlacementProblem, *, stem_on_gpu: int, resident: frozenset[int]) -> PlacementPlan:
-    """`stem_on_gpu`: how many stem units have their states on the GPU, the embedding first."""
-    priority = {UnitRole.EMBEDDING: 0, UnitRole.REST: 1, UnitRole.HEAD: 2, UnitRole.LAYER: 3}
+    """`stem_on_gpu`: how many stem units have their states on the GPU: small tensors first, then the embedding."""
+    priority = {UnitRole.REST: 0, UnitRole.EMBEDDING: 1, UnitRole.HEAD: 2, UnitRole.LAYER: 3}
     order = sorted(range(len(problem.stem)), key=lambda index: (priority[problem.stem[index].role], index))
     on_gpu = frozenset(order[:stem_on_gpu])
     stem_home = Tier.GPU if problem.has_gpu else Tier.CPU
@@ -188,7 +188,8 @@ def _with_reason(problem: PlacementProblem, cost, unit: UnitPlan) -> UnitPlan:
         place = "frozen, on the GPU: no states"
     elif unit.updater == Updater.GPU:
         gpu_bytes, _ = unit_bytes(cost, unit)
-        place = f"on the GPU ({format_bytes(gpu_bytes)}): its update can't hide elsewhere ({1e3 * cost.cpu_update_s:.0f} ms on the CPU)"
+        update_ms = 1e3 * cost.cpu_update_s
+        place = f"on the GPU ({format_bytes(gpu_bytes)}): spares its copies and {update_ms:.0f} ms of CPU update"
     else:
         place = f"states on the CPU: {format_bytes(cost.state_bytes)} of GPU memory are worth more elsewhere"
     if cost.kept_bytes and unit.activations == Activations.KEEP:
@@ -221,8 +222,8 @@ def infeasible(problem: PlacementProblem, rebuild=None) -> InfeasiblePlanError:
     )
     remedies = _remedies(problem, need, have, rebuild)
     return InfeasiblePlanError(
-        f"no placement fits {problem.max_tokens} tokens per micro-batch with {problem.state_bits}-bit optimizer states. "
-        f"{figures}. " + (f"Nearest remedies: {'; '.join(remedies)}." if remedies else "Use a machine with more memory.")
+        f"no placement fits {problem.max_tokens} tokens per micro-batch with {problem.state_bits}-bit optimizer "
+        f"states. {figures}. Nearest remedies: {'; '.join(remedies)}."
     )
 
 

@@ -1,7 +1,7 @@
 """`PlacementProblem`: what one step costs, per unit and choice, in bytes and seconds. The planner's only input.
 
-Everything the greedy planner, the program, the checker and the simulator know comes from here, so that all four speak of
-the same step.
+Everything the greedy planner, the program, the checker and the simulator know comes from here, so that all four speak
+of the same step.
 """
 
 from __future__ import annotations

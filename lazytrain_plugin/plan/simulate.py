@@ -1,8 +1,8 @@
 """Replays a plan as a discrete-event simulation: when does each copy, computation and update of a step end?
 
-Five resources work in parallel, each in program order (FIFO): compute, H2D, D2H, the update worker of the host, and none
-(for instants). An operation starts when its resource is free and everything it depends on has ended. Because the order
-on each resource is fixed, visiting operations in program order is the event simulation: no queue is needed.
+Four resources work in parallel, each in program order (FIFO): compute, H2D, D2H and the host's update worker. An
+operation starts when its resource is free and everything it depends on has ended. Because the order on each resource is
+fixed, visiting operations in program order is the event simulation: no queue is needed.
 Several steps are replayed, and the time between the ends of the last two is the step time of the steady state (updates
 of one step run under the forward of the next).
 """
@@ -19,6 +19,9 @@ from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Activations, Tier, Updater
+
+NEEDED_FIRST = (UnitRole.EMBEDDING, UnitRole.REST)
+"""Stem units whose weights the forward needs before its first layer; small tensors are there early at no cost."""
 
 
 class Resource(StrEnum):
@@ -75,6 +78,11 @@ class _Clock:
             self.events.append(Event(name, resource, start_s, end_s))
         return end_s
 
+    def wait(self, resource: Resource, until_s: float) -> float:
+        """The resource idles until then."""
+        self.free_s[resource] = max(self.free_s[resource], until_s)
+        return self.free_s[resource]
+
 
 class _Step:
     """The replay's state that lives across steps: when each unit's gradient was final and its weights new."""
@@ -93,8 +101,8 @@ class _Step:
 
     def updates(self, step_s: float) -> None:
         """`step()` at `step_s`: the clip factor is known. Units are updated in the order the forward needs them."""
-        first = [pair for pair in self.stem if pair[0].role in (UnitRole.EMBEDDING, UnitRole.REST)]
-        last = [pair for pair in self.stem if pair[0].role not in (UnitRole.EMBEDDING, UnitRole.REST)]
+        first = [pair for pair in self.stem if pair[0].role in NEEDED_FIRST]
+        last = [pair for pair in self.stem if pair[0].role not in NEEDED_FIRST]
         on_cpu: list[tuple[UnitCost, UnitPlan]] = []
         for cost, unit in (*first, *self.units, *last):
             if not cost.num_trainable:
@@ -116,8 +124,8 @@ class _Step:
     def forward(self, *, fresh: bool) -> float:
         """One micro-batch's forward with loss; `fresh`: the weights were just updated."""
         if fresh:
-            self._publish(UnitRole.EMBEDDING, UnitRole.REST)
-        end_s = max((self.weight_s[c.name] for c, _ in self.stem if c.role in (UnitRole.EMBEDDING, UnitRole.REST)), default=0.0)
+            self._publish(*NEEDED_FIRST)
+        end_s = max((self.weight_s[cost.name] for cost, _ in self.stem if cost.role in NEEDED_FIRST), default=0.0)
         for cost, unit in self.units:
             if fresh and not is_streamed(unit) and sends_gradients(cost, unit):
                 self._publish_one(cost)
@@ -146,11 +154,11 @@ class _Step:
                 self._gradient(cost, unit, end_s)
         for cost, unit in reversed(self.units):
             ready_s = max(end_s, self._weights_arrive(cost, unit, "backward"))
-            slot_s = self._gradient_slot_free() if sends_gradients(cost, unit) else 0.0
             recompute_s = cost.forward_s if unit.activations == Activations.RECOMPUTE else 0.0
-            end_s = self.clock.run(
-                f"backward {cost.name}", Resource.COMPUTE, recompute_s + cost.backward_s, ready_s, slot_s
-            )
+            end_s = self.clock.run(f"backward {cost.name}", Resource.COMPUTE, recompute_s + cost.backward_s, ready_s)
+            if sends_gradients(cost, unit):
+                # The gradients are packed into a slot at the end, and the stream waits there for a free one.
+                end_s = self.clock.wait(Resource.COMPUTE, self._gradient_slot_free())
             self._used_slot(cost, unit, end_s)
             self._gradient(cost, unit, end_s)
             if sends_gradients(cost, unit):

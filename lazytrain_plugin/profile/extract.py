@@ -54,7 +54,7 @@ def extract_model_profile(
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     embedding = _weight_of(model, "get_input_embeddings")
     head = _weight_of(model, "get_output_embeddings")
-    probes, estimate = _probe_units(model, units, fused_kernels)
+    probes, estimate = _probe_units(model, units, fused_kernels, dtypes)
 
     # A parameter that a unit shares with the stem rests with the stem.
     stem_ids = {id(parameter) for _, parameters in stem_units for parameter in parameters}
@@ -63,7 +63,7 @@ def extract_model_profile(
         owned = [parameter for parameter in module.parameters() if id(parameter) not in stem_ids]
         probe = probes.get(unit_name)
         if probe is None:
-            probe = _structural_probe(module, config)
+            probe = _structural_probe(module, config, _activation_bytes(module, dtypes))
         unit_profiles.append(
             UnitProfile(
                 name=unit_name,
@@ -117,12 +117,14 @@ class _Probe:
 
 
 def _probe_units(
-    model: nn.Module, units: Sequence[tuple[str, nn.Module]], fused_kernels: bool
+    model: nn.Module, units: Sequence[tuple[str, nn.Module]], fused_kernels: bool, dtypes: Mapping
 ) -> tuple[dict[str, _Probe], str]:
     """Runs the whole model on meta tensors; returns what was seen per unit and, if that failed, how it's estimated."""
     recorder = _Recorder()
     meta = {
-        name: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+        name: torch.empty_like(
+            tensor, dtype=dtypes.get(tensor, tensor.dtype), device="meta", requires_grad=tensor.requires_grad
+        )
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     weights = {tensor.untyped_storage()._cdata for tensor in meta.values()}
@@ -218,9 +220,8 @@ class _Recorder:
         return self.probes
 
 
-def _structural_probe(module: nn.Module, config: object) -> _Probe:
+def _structural_probe(module: nn.Module, config: object, element: int) -> _Probe:
     """Upper estimate without running: each linear map keeps its input and its output."""
-    element = _activation_bytes(module)
     hidden = _config_int(config, "hidden_size", "n_embd", "d_model")
     width = largest = attention = 0.0
     for name, parameter in module.named_parameters():

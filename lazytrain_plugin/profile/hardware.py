@@ -88,10 +88,12 @@ class HardwareProfile:
         zero = [name for name in required if not getattr(self, name)]
         if zero:
             raise ConfigError(
-                f"hardware profile {self.name!r}: {', '.join(zero)} must be above 0; measure it with `lazytrain profile`"
+                f"hardware profile {self.name!r}: {', '.join(zero)} must be above 0; measure with `lazytrain profile`"
             )
         if self.layer_flop_frac > 1:
-            raise ConfigError(f"hardware profile {self.name!r}: layer_flop_frac is {self.layer_flop_frac}; it is in (0, 1]")
+            raise ConfigError(
+                f"hardware profile {self.name!r}: layer_flop_frac is {self.layer_flop_frac}; give a share in (0, 1]"
+            )
 
     @property
     def has_gpu(self) -> bool:

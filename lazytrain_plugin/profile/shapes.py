@@ -15,7 +15,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value):
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        batch, heads, length, _ = query.shape
+        # [batch, heads, length, head size], but laid out as [batch, length, heads, head size]: joining the heads again
+        # is then a view, no copy.
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         log_sum_exp = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
         return output

@@ -1,0 +1,122 @@
+"""A plan as tables that a person reads: need and have per tier, where units rest, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lazytrain_plugin.plan.accounting import Ledger
+from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+from lazytrain_plugin.plan.simulate import StepTimes
+from lazytrain_plugin.units import format_bytes
+
+TIER_NAMES = {"gpu": "GPU", "cpu": "host"}
+
+
+def explain_plan(
+    plan: PlacementPlan,
+    *,
+    ledger: Ledger | None = None,
+    have_bytes: dict[str, int] | None = None,
+    times: StepTimes | None = None,
+) -> Group:
+    """One screen: memory per tier, units grouped where they are equal, and the step's time by part.
+
+    Args:
+        ledger: from `check_plan`; None: only the plan's own totals are shown.
+        have_bytes: budget per tier; None: not shown.
+        times: from `simulate`; None: only the plan's own step time is shown.
+    """
+    return Group(_summary(plan, times), _memory_table(plan, ledger, have_bytes), _unit_table(plan), _reasons(plan))
+
+
+def explain_unit(plan: PlacementPlan, name: str) -> Group:
+    """Why one unit is where it is. `name` may be a tensor of it. Raises PlanMismatchError for an unknown name."""
+    matches = [unit for unit in (*plan.units, *plan.stem) if _names(unit, name)]
+    unit = max(matches, key=lambda match: len(match.name)) if matches else plan.unit(name)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("unit", unit.name)
+    for label, value in _decisions(unit):
+        table.add_row(label, value)
+    return Group(table, Text(unit.reason))
+
+
+def _names(unit: UnitPlan, name: str) -> bool:
+    return name == unit.name or name.startswith(unit.name + ".") or unit.name == f"stem.{name}"
+
+
+def _decisions(unit: UnitPlan) -> list[tuple[str, str]]:
+    return [
+        ("weights", TIER_NAMES[unit.weights]),
+        ("states", f"{TIER_NAMES[unit.states]}, {unit.state_bits} bit"),
+        ("updated by", TIER_NAMES[unit.updater]),
+        ("activations", unit.activations.value),
+    ]
+
+
+def _summary(plan: PlacementPlan, times: StepTimes | None) -> Text:
+    text = f"fidelity {plan.fidelity}, {plan.weight_slots} weight slots, {plan.gradient_slots} gradient slots"
+    if plan.max_tokens is not None:
+        text += f", micro-batches of up to {plan.max_tokens} tokens"
+    if times is not None:
+        text += (
+            f"\nstep {times.step_s:.3f} s: forward {times.forward_s:.3f} s, backward {times.backward_s:.3f} s; "
+            f"compute waits {max(0.0, times.step_s - times.compute_s):.3f} s ({_waiting_share(times):.0%})"
+        )
+    elif plan.predicted_step_s is not None:
+        text += f"\nstep {plan.predicted_step_s:.3f} s (predicted)"
+    return Text(text)
+
+
+def _waiting_share(times: StepTimes) -> float:
+    return max(0.0, 1 - times.compute_s / times.step_s) if times.step_s else 0.0
+
+
+def _memory_table(plan: PlacementPlan, ledger: Ledger | None, have_bytes: dict[str, int] | None) -> Table:
+    table = Table(title="memory at its fullest", title_justify="left")
+    for column in ("tier", "need", "have", "what takes it"):
+        table.add_column(column, justify="right" if column in ("need", "have") else "left")
+    need = ledger.total_bytes() if ledger is not None else plan.predicted_bytes
+    for tier in ("gpu", "cpu"):
+        if not need.get(tier):
+            continue
+        lines = sorted(getattr(ledger, tier).items(), key=lambda line: -line[1]) if ledger is not None else []
+        table.add_row(
+            TIER_NAMES[tier],
+            format_bytes(need[tier]),
+            format_bytes(have_bytes[tier]) if have_bytes else "-",
+            ", ".join(f"{line} {format_bytes(num_bytes)}" for line, num_bytes in lines),
+        )
+    return table
+
+
+def _unit_table(plan: PlacementPlan) -> Table:
+    table = Table(title="units", title_justify="left")
+    for column in ("units", "weights", "states", "updated by", "activations"):
+        table.add_column(column, overflow="fold")
+    for group in _equal_runs(plan.units):
+        table.add_row(_span(group), *(value for _, value in _decisions(group[0])))
+    for unit in plan.stem:
+        values = [value for label, value in _decisions(unit) if label != "activations"]
+        table.add_row(unit.name, *values, "-")
+    return table
+
+
+def _reasons(plan: PlacementPlan) -> Text:
+    groups = [*_equal_runs(plan.units), *([unit] for unit in plan.stem)]
+    return Text("\n".join(f"{_span(group)}: {group[0].reason}" for group in groups if group[0].reason))
+
+
+def _equal_runs(units: Sequence[UnitPlan]) -> list[list[UnitPlan]]:
+    """Neighbours with the same decisions and reason."""
+    return [list(run) for _, run in groupby(units, key=lambda unit: (*_decisions(unit), unit.reason))]
+
+
+def _span(group: Sequence[UnitPlan]) -> str:
+    if len(group) == 1:
+        return group[0].name
+    return f"{group[0].name} .. {group[-1].name.rpartition('.')[2]} ({len(group)})"

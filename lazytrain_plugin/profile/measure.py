@@ -1,0 +1,215 @@
+"""Measures this machine: capacities always, rates by short benchmarks (about 2 s) that are cached per machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lazytrain_plugin.profile._json import digest_of
+from lazytrain_plugin.profile.capacity import host_capacity, usable_threads
+from lazytrain_plugin.profile.hardware import HardwareProfile
+
+logger = logging.getLogger(__name__)
+
+MEASURE_VERSION = 1
+"""Part of the cache key: raise it when a benchmark changes."""
+COPY_BYTES = 256 * 2**20
+LAYER_FLOP_FRAC = 0.74
+"""Share of the matmul rate that decoder layers with fused kernels reached on an H200; refined once units are timed."""
+# Without the update kernel's own measurement: AdamW reads and writes this much per parameter (weight, remainder,
+# gradient, two moments), and a core computes this many parameters a second with AVX-512 (both measured).
+UPDATE_BYTES_PER_PARAMETER = {32: 26, 8: 14}
+UPDATE_PARAMETERS_PER_S_PER_THREAD = {32: 0.77e9, 8: 0.57e9}
+SHARED_UPDATE_FRAC = 0.9
+"""What is left of the update rate while both links are busy."""
+
+
+def measure_hardware(
+    device: torch.device | str,
+    *,
+    cpu_update_parameters_per_s: Callable[[int], float] | None = None,
+    cache_dir: Path | None = None,
+    local_world_size: int = 1,
+) -> HardwareProfile:
+    """Profile of the machine that this process runs on, as seen from `device`.
+
+    Args:
+        device: the device that computes: a CUDA device, or the CPU.
+        cpu_update_parameters_per_s: state bits (32, 8) -> parameters that the kernel in use updates in a second; None:
+            derived from measured memory bandwidth and the number of threads.
+        cache_dir: where rates are kept between runs; None: `~/.cache/lazytrain`. Capacities are never cached.
+        local_world_size: processes that share this host's memory, cores and links.
+    """
+    device = torch.device(device)
+    capacity = host_capacity()
+    gpu_total = gpu_free = 0
+    if device.type == "cuda":
+        gpu_free, gpu_total = torch.cuda.mem_get_info(device)
+        gpu_free += torch.cuda.memory_reserved(device)  # what this process holds is its own to use
+    threads = max(1, usable_threads() // local_world_size)
+    rates = _cached_rates(device, threads, cpu_update_parameters_per_s, cache_dir)
+    return HardwareProfile(
+        name=_machine_name(device),
+        gpu_bytes=gpu_total,
+        gpu_free_bytes=gpu_free,
+        cpu_bytes=capacity.total_bytes // local_world_size,
+        cpu_free_bytes=capacity.free_bytes // local_world_size,
+        pin_limit_bytes=capacity.pin_limit_bytes,
+        cpu_threads=threads,
+        **rates,
+    )
+
+
+def _cached_rates(device, threads: int, update_rate, cache_dir: Path | None) -> dict[str, float | str]:
+    folder = cache_dir if cache_dir is not None else Path.home() / ".cache" / "lazytrain"
+    key = digest_of([MEASURE_VERSION, _machine_name(device), threads, torch.__version__, update_rate is not None])
+    path = folder / f"rates-{key}.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        pass
+    rates = _measure_rates(device, threads, update_rate)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{time.monotonic_ns()}.tmp")
+        temporary.write_text(json.dumps(rates, indent=1))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("measured rates can't be kept in %s (%s): every run measures again, about 2 s", folder, error)
+    return rates
+
+
+def _measure_rates(device: torch.device, threads: int, update_rate) -> dict[str, float | str]:
+    host_rate = _host_memory_bytes_per_s()
+    rates: dict[str, float | str] = {"host_memory_bytes_per_s": host_rate, "layer_flop_frac": LAYER_FLOP_FRAC}
+    source = "measured"
+    for bits in (32, 8):
+        if update_rate is not None:
+            rate = update_rate(bits)
+        else:
+            source = "measured; CPU update rates derived from memory bandwidth"
+            rate = min(host_rate / UPDATE_BYTES_PER_PARAMETER[bits], threads * UPDATE_PARAMETERS_PER_S_PER_THREAD[bits])
+        rates[f"cpu_update_{bits}bit_parameters_per_s"] = rate
+        rates[f"cpu_update_{bits}bit_shared_parameters_per_s"] = rate * SHARED_UPDATE_FRAC
+    rates.update(_gpu_rates(device) if device.type == "cuda" else _cpu_compute_rates())
+    return {"source": source, **rates}
+
+
+def _cpu_compute_rates() -> dict[str, float]:
+    side = 768
+    left, right = torch.randn(side, side), torch.randn(side, side)
+    seconds = _best_wall_s(lambda: left @ right)
+    return {
+        "matmul_flop_per_s": 2 * side**3 / seconds,
+        # Copies between "devices" are copies within host memory; nothing is planned by them.
+        **dict.fromkeys(
+            ("h2d_bytes_per_s", "d2h_bytes_per_s", "h2d_shared_bytes_per_s", "d2h_shared_bytes_per_s"), 0.0
+        ),
+        "gpu_memory_bytes_per_s": 0.0,
+        "gpu_update_parameters_per_s": 0.0,
+    }
+
+
+def _gpu_rates(device: torch.device) -> dict[str, float]:
+    with torch.cuda.device(device):
+        side = 8192
+        left = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+        right = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+        matmul_s = _median_cuda_s(lambda: torch.mm(left, right), repeats=6)
+        count = COPY_BYTES
+        on_gpu = [torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2)]
+        on_host = [torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+
+        def up() -> None:
+            on_gpu[0].copy_(on_host[0], non_blocking=True)
+
+        def down() -> None:
+            on_host[1].copy_(on_gpu[1], non_blocking=True)
+
+        h2d_s, d2h_s = _median_cuda_s(up, repeats=4), _median_cuda_s(down, repeats=4)
+        h2d_shared_s, d2h_shared_s = _both_directions_s(up, down)
+        device_copy_s = _median_cuda_s(lambda: on_gpu[0].copy_(on_gpu[1]), repeats=6)
+        gpu_memory = 2 * count / device_copy_s
+    return {
+        "matmul_flop_per_s": 2 * side**3 / matmul_s,
+        "h2d_bytes_per_s": count / h2d_s,
+        "d2h_bytes_per_s": count / d2h_s,
+        "h2d_shared_bytes_per_s": count / h2d_shared_s,
+        "d2h_shared_bytes_per_s": count / d2h_shared_s,
+        "gpu_memory_bytes_per_s": gpu_memory,
+        "gpu_update_parameters_per_s": gpu_memory / UPDATE_BYTES_PER_PARAMETER[32],
+    }
+
+
+def _both_directions_s(up: Callable[[], None], down: Callable[[], None]) -> tuple[float, float]:
+    """Seconds per copy of each direction while the other one runs too."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in streams]
+    repeats = 6
+    torch.cuda.synchronize()
+    for stream, (start, _) in zip(streams, events):
+        start.record(stream)
+    for _ in range(repeats):
+        for stream, copy in zip(streams, (up, down)):
+            with torch.cuda.stream(stream):
+                copy()
+    for stream, (_, end) in zip(streams, events):
+        end.record(stream)
+    torch.cuda.synchronize()
+    first, second = (start.elapsed_time(end) / 1e3 / repeats for start, end in events)
+    return first, second
+
+
+def _median_cuda_s(action: Callable[[], object], *, repeats: int) -> float:
+    action()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        action()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _host_memory_bytes_per_s() -> float:
+    """Reads and writes of a copy, over torch's threads."""
+    # Far beyond any cache, small beside the memory of a machine that trains.
+    source = torch.ones(128 * 2**20, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best_wall_s(lambda: target.copy_(source))
+
+
+def _best_wall_s(action: Callable[[], object], repeats: int = 4) -> float:
+    action()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _machine_name(device: torch.device) -> str:
+    threads = usable_threads()
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {threads} cores ({_cpu_model()})"
+    return f"no GPU, {threads} cores ({_cpu_model()})"
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()

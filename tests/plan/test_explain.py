@@ -1,0 +1,42 @@
+"""What a person reads: one screen, equal units together, reasons on request."""
+
+import pytest
+from rich.console import Console
+
+from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.plan.check import check_plan
+from lazytrain_plugin.plan.explain import explain_plan, explain_unit
+from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.units import GIB, MIB
+from tests.plan import builders
+
+MODEL, MACHINE = builders.model(40), builders.hardware()
+BUDGET = GIB + 500 * MIB
+PLAN = greedy_plan(MODEL, MACHINE, max_tokens=2048, gpu_budget_bytes=BUDGET)
+
+
+def text_of(renderable) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_forty_layers_fit_one_screen():
+    ledger = check_plan(PLAN, MODEL, MACHINE, gpu_budget_bytes=BUDGET)
+    text = text_of(explain_plan(PLAN, ledger=ledger, have_bytes={"gpu": BUDGET, "cpu": MACHINE.cpu_free_bytes}))
+    assert len(text.splitlines()) <= 40
+    assert "1.5 GiB" in text and "16.0 GiB" in text  # have, per tier
+    assert "layers.39" not in text and ".. 39" in text
+    assert "stem.embed" in text and PLAN.stem[0].reason in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["layers.3", "layers.3.w0", "layers.39", "stem.head", "head"])
+def test_one_unit_by_its_name_or_a_tensor(name):
+    text = " ".join(text_of(explain_unit(PLAN, name)).split())
+    unit = PLAN.unit({"layers.3.w0": "layers.3", "head": "stem.head"}.get(name, name))
+    assert f"unit {unit.name} weights" in text and unit.reason in text
+
+
+def test_unknown_unit():
+    with pytest.raises(PlanMismatchError, match="layers.99"):
+        explain_unit(PLAN, "layers.99")

@@ -1,0 +1,127 @@
+"""The replay against step times worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from lazytrain_plugin.plan.greedy import leanest_plan
+from lazytrain_plugin.plan.problem import UnitCost, build_problem
+from lazytrain_plugin.plan.simulate import Resource, simulate
+from lazytrain_plugin.profile.model import UnitRole
+from lazytrain_plugin.vocab import Activations, Tier, Updater
+from tests.plan import builders
+
+ON_GPU = {"weights": Tier.GPU, "states": Tier.GPU, "updater": Updater.GPU}
+
+
+def timed(num_units=3, *, forward=2.0, h2d=0.0, d2h=0.0, update=0.0, accumulate=0.0, accumulation=1, stem=()):
+    """A problem whose units take these seconds; backward without recompute takes twice the forward."""
+    base = build_problem(builders.model(num_units), builders.hardware(), max_tokens=8, accumulation_steps=accumulation)
+    units = tuple(
+        replace(
+            unit,
+            forward_s=forward,
+            backward_s=2 * forward,
+            weight_h2d_s=h2d,
+            gradient_d2h_s=d2h,
+            cpu_update_s=update,
+            gpu_update_s=0.0,
+            accumulate_s=accumulate,
+        )
+        for unit in base.units
+    )
+    return replace(base, units=units, stem=tuple(stem))
+
+
+def stem_unit(role, **times):
+    sizes = dict.fromkeys(("weight_bytes", "gradient_bytes", "remainder_bytes", "moment_bytes", "accumulator_bytes"), 1)
+    return UnitCost(name=f"stem.{role}", role=role, num_trainable=1, **sizes, **times)
+
+
+def step_s(problem, plan=None, **options):
+    return simulate(problem, plan or leanest_plan(problem), **options).step_s
+
+
+def test_hidden_copies_and_updates_cost_only_the_first():
+    # forward 3 x 2, backward 3 x (2 recompute + 4). What nothing can hide: unit 0's gradient to the host, its update,
+    # its weights to the GPU.
+    problem = timed(h2d=0.1, d2h=0.2, update=0.3)
+    assert step_s(problem) == pytest.approx(24 + 0.2 + 0.3 + 0.1)
+
+
+def test_slow_updates_are_exposed_by_what_forward_cannot_cover():
+    # Three updates of 5 s run one after the other; the last forward starts after all of them.
+    assert step_s(timed(update=5.0)) == pytest.approx(3 * 5 + 2 + 18)
+
+
+def test_first_resident_units_give_the_worker_a_start():
+    problem = timed(update=3.0)
+    lean = leanest_plan(problem)
+
+    def resident(index):
+        units = tuple(replace(u, **ON_GPU) if i == index else u for i, u in enumerate(lean.units))
+        return step_s(problem, replace(lean, units=units))
+
+    assert resident(0) == pytest.approx(6 + 2 + 18)  # two updates under one forward, then the last forward
+    assert resident(0) < resident(2) == pytest.approx(3 + 3 + 2 + 2 + 18)
+
+
+def test_slow_links_are_bound_by_slots():
+    # A weight copy of 4 s against 2 s of forward. With 3 slots all 3 units stay on the GPU for backward.
+    assert step_s(timed(h2d=4.0)) == pytest.approx(4 * 3 + 2 + 18)
+    # With 2 slots unit 2's copy waits for unit 0's slot (free at 6), and unit 0 is copied again in backward: its
+    # copy starts when unit 2's backward is done, and ends before unit 1's.
+    two = replace(timed(h2d=4.0), weight_slots=2)
+    assert step_s(two) == pytest.approx(4 * 3 + 2 + 18)
+
+
+def test_gradient_slots_hold_the_backward_back():
+    problem = replace(timed(forward=1.0, d2h=10.0), gradient_slots=1)
+    # Backward of a unit needs the slot that the unit before it is still sending from: two sends inside the backward,
+    # the third delays the next step's first update.
+    assert step_s(problem) == pytest.approx(3 + 3 + 10 + 10 + 10)
+
+
+def test_kept_units_save_their_recompute():
+    problem = timed()
+    lean = leanest_plan(problem)
+    kept = replace(lean, units=(*lean.units[:2], replace(lean.units[2], activations=Activations.KEEP)))
+    assert step_s(problem) - step_s(problem, kept) == pytest.approx(2.0)
+
+
+def test_resident_weight_with_cpu_updater_pays_one_copy():
+    problem = timed(num_units=1, h2d=1.0, update=3.0)
+    lean = leanest_plan(problem)
+    # In the slot for backward: one copy as well. With several units the streamed ones pay two.
+    assert step_s(problem, lean.with_units(weights=Tier.GPU)) == pytest.approx(3 + 1 + 2 + 6)
+
+
+def test_accumulation_updates_once():
+    problem = timed(update=5.0, accumulation=4, accumulate=0.5)
+    # The last micro-batch's last gradient is added on the host (0.5 s) before the first update.
+    assert step_s(problem) == pytest.approx(0.5 + 3 * 5 + 2 + 18 + 3 * 24)
+
+
+def test_embedding_is_exposed_and_head_is_hidden():
+    embedding = stem_unit(UnitRole.EMBEDDING, cpu_update_s=1.0, weight_h2d_s=0.5, gradient_d2h_s=0.25)
+    head = stem_unit(UnitRole.HEAD, cpu_update_s=1.0, weight_h2d_s=0.5, gradient_d2h_s=0.25)
+    assert step_s(timed(stem=[head])) == pytest.approx(24)
+    assert step_s(timed(stem=[embedding])) == pytest.approx(24 + 0.25 + 1.0 + 0.5)
+
+
+def test_events_never_overlap_on_a_resource_and_fill_the_step():
+    times = simulate(timed(h2d=0.7, d2h=0.9, update=1.1), leanest_plan(timed()), record=True)
+    for resource in Resource:
+        events = [event for event in times.events if event.resource == resource]
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in zip(events, events[1:]))
+        assert sum(event.end_s - event.start_s for event in events) == pytest.approx(times.busy_s[resource])
+    assert times.compute_s <= times.step_s
+    assert times.forward_s + times.backward_s == pytest.approx(times.step_s)
+
+
+def test_noise_is_reproducible_and_only_delays():
+    problem = timed(h2d=0.5, update=1.0)
+    quiet = step_s(problem)
+    noisy = [step_s(problem, noise_frac=0.2, seed=seed) for seed in (1, 1, 2)]
+    assert noisy[0] == noisy[1] != noisy[2]
+    assert all(quiet < value <= 1.2 * quiet + 1e-9 for value in noisy)

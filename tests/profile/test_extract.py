@@ -1,0 +1,179 @@
+"""Model profiles from live and meta models; activation bytes against what autograd really saves."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lazytrain_plugin.profile.extract import extract_model_profile
+from lazytrain_plugin.profile.model import ModelProfile, UnitRole
+from lazytrain_plugin.runtime.discovery import discover
+
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "use_cache": False,
+}
+
+
+def build(config, dtype=torch.float32):
+    torch.manual_seed(0)
+    if isinstance(config, T5Config):
+        return T5ForConditionalGeneration(config).to(dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def profile_of(model, **options):
+    found = discover(model)
+    units = [(unit.name, unit.module) for unit in found.units]
+    stem = [(unit.name, [parameter for _, parameter in unit.parameters]) for unit in found.stem]
+    return extract_model_profile(model, units, stem, **options)
+
+
+def really_saved_bytes(model, layer, tokens: int) -> int:
+    """Runs the model and counts the storages that autograd saves inside `layer`, but for weights and its inputs."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    state = {"inside": False, "inputs": set()}
+    storages = {}
+
+    def enter(module, args, kwargs):
+        tensors = [
+            t for t in (*args, *kwargs.values(), *(kwargs.get("position_embeddings") or ())) if torch.is_tensor(t)
+        ]
+        state.update(inside=True, inputs={t.untyped_storage().data_ptr() for t in tensors})
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if state["inside"] and storage.data_ptr() not in weights | state["inputs"]:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    layer.register_forward_hook(lambda *_: state.update(inside=False))
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=torch.arange(tokens)[None] % 97)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_bytes_match_what_eager_autograd_saves(config_class, dtype):
+    model = build(config_class(**SMALL), dtype)
+    profile = profile_of(model, fused_kernels=False)
+    assert profile.estimate == ""
+    tokens = 256
+    saved = really_saved_bytes(model, model.model.layers[1], tokens)
+    # SDPA on the CPU saves what flash attention saves, give or take a mask or a statistic.
+    assert profile.units[1].kept_bytes_per_token * tokens == pytest.approx(saved, rel=0.03)
+    assert profile.units[1].boundary_bytes_per_token == 48 * dtype.itemsize
+
+
+def test_fused_kernels_save_less():
+    model = build(Qwen2Config(**SMALL), torch.bfloat16)
+    fused, eager = (profile_of(model, fused_kernels=flag) for flag in (True, False))
+    element, hidden, inner, kv = 2, 48, 112, 24
+    statistics = 4 * 2 + 4 * 4  # two norms, one log-sum-exp per head
+    # Two norm outputs, q k v and the attention's output, the residual stream, gate, up and their product.
+    expected = element * (2 * hidden + 2 * hidden + 2 * kv + hidden + 3 * inner) + statistics
+    assert fused.units[0].kept_bytes_per_token == pytest.approx(expected, rel=0.02)
+    assert eager.units[0].kept_bytes_per_token > 1.3 * fused.units[0].kept_bytes_per_token
+    assert fused.units[0].workspace_bytes_per_token > fused.units[0].kept_bytes_per_token
+
+
+def test_every_parameter_appears_once_and_tied_models_say_so():
+    for tied in (False, True):
+        model = build(Qwen2Config(**SMALL, tie_word_embeddings=tied))
+        profile = profile_of(model)
+        names = [tensor.name for unit in (*profile.units, *profile.stem) for tensor in unit.tensors]
+        assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+        assert profile.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert profile.tied == tied
+        assert profile.vocab_size == 97 and profile.hidden_size == 48
+
+
+def test_roles_of_big_stem_tensors():
+    config = Qwen2Config(**{**SMALL, "vocab_size": 30000}, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model = build(config, torch.bfloat16)
+    roles = {unit.role: unit for unit in profile_of(model).stem}
+    assert set(roles) == {UnitRole.EMBEDDING, UnitRole.HEAD, UnitRole.REST}
+    assert roles[UnitRole.HEAD].flop_per_token == 2 * 30000 * 48
+    assert roles[UnitRole.EMBEDDING].flop_per_token == 0
+
+
+def test_flop_counts_matrices_and_causal_attention():
+    profile = profile_of(build(LlamaConfig(**SMALL)), sequence_length=512)
+    matrices = 48 * 48 * 2 + 48 * 24 * 2 + 48 * 112 * 3
+    assert profile.units[0].flop_per_token == 2 * matrices + 2 * 512 * 48
+
+
+def test_the_model_is_left_as_it_was():
+    model = build(Qwen2Config(**SMALL))
+    model.gradient_checkpointing_enable()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    profile_of(model)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frozen_parameters_have_no_gradient():
+    model = build(Qwen2Config(**SMALL))
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+    units = profile_of(model).units
+    assert units[0].num_trainable == units[0].gradient_bytes == units[0].moment_bytes(32) == 0
+    assert units[1].num_trainable == units[1].num_parameters
+
+
+@pytest.mark.parametrize("family", ["moe", "t5"])
+def test_other_families_are_profiled_or_say_how_they_are_estimated(family):
+    if family == "moe":
+        config = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+    else:
+        config = T5Config(d_model=48, d_kv=12, d_ff=112, num_layers=2, num_heads=4, vocab_size=97)
+    model = build(config)
+    profile = profile_of(model)
+    assert all(unit.kept_bytes_per_token > 0 and unit.boundary_bytes_per_token == 4 * 48 for unit in profile.units)
+    if family == "moe":
+        # Attention and router in full, two of four experts.
+        per_token = 2 * (48 * 48 * 2 + 48 * 24 * 2 + 4 * 48 + 2 * 3 * 48 * 112)
+        attention = 2 * profile.sequence_length * 48
+        assert profile.units[0].flop_per_token == per_token + attention
+
+
+def test_a_model_that_cannot_run_on_meta_tensors_is_estimated_high():
+    model = build(Qwen2Config(**SMALL))
+    exact = profile_of(model)
+    inner = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda hidden: inner(hidden * float(hidden.sum()))
+    estimated = profile_of(model)
+    assert estimated.estimate.startswith("structural")
+    ratio = estimated.units[0].kept_bytes_per_token / exact.units[0].kept_bytes_per_token
+    assert 1.0 <= ratio < 2.0
+
+
+def test_planned_dtypes_are_profiled_not_the_loaded_ones():
+    model = build(Qwen2Config(**SMALL))
+    half = profile_of(model, dtypes={parameter: torch.bfloat16 for parameter in model.parameters()})
+    assert half == profile_of(build(Qwen2Config(**SMALL), torch.bfloat16))
+
+
+def test_json_round_trip_and_digest():
+    profile = profile_of(build(Qwen2Config(**SMALL)))
+    assert ModelProfile.from_json(profile.to_json()) == profile
+    assert profile.digest == profile_of(build(Qwen2Config(**SMALL))).digest
+    assert profile.digest != profile_of(build(Qwen2Config(**{**SMALL, "intermediate_size": 128}))).digest

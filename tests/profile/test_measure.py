@@ -1,0 +1,60 @@
+"""This machine measured: plausible, quick, cached, and capacities always fresh."""
+
+import json
+import time
+
+from lazytrain_plugin.profile import measure
+from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.profile.measure import measure_hardware
+
+
+def test_cpu_rates_are_measured_once_and_cached(tmp_path, monkeypatch):
+    start = time.perf_counter()
+    first = measure_hardware("cpu", cache_dir=tmp_path)
+    assert time.perf_counter() - start < 10  # about 1 s; a loaded machine is slower
+    assert not first.has_gpu
+    assert 1e9 < first.matmul_flop_per_s < 1e14
+    assert 1e8 < first.host_memory_bytes_per_s < 1e12
+    assert "derived" in first.source
+    assert HardwareProfile.from_json(first.to_json()) == first
+
+    monkeypatch.setattr(measure, "_measure_rates", lambda *_: (_ for _ in ()).throw(AssertionError("measured again")))
+    second = measure_hardware("cpu", cache_dir=tmp_path)
+    assert second.matmul_flop_per_s == first.matmul_flop_per_s
+
+    half = measure_hardware("cpu", cache_dir=tmp_path, local_world_size=1)
+    assert half.cpu_bytes == first.cpu_bytes
+
+
+def test_kernel_rates_are_used_when_given(tmp_path):
+    rates = {32: 5e9, 8: 8e9}
+    profile = measure_hardware("cpu", cache_dir=tmp_path, cpu_update_parameters_per_s=rates.__getitem__)
+    assert (profile.cpu_update_32bit_parameters_per_s, profile.cpu_update_8bit_parameters_per_s) == (5e9, 8e9)
+    assert profile.source == "measured"
+
+
+def test_broken_cache_is_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "_measure_rates", lambda *_: RATES)
+    measure_hardware("cpu", cache_dir=tmp_path)
+    (cache,) = tmp_path.glob("rates-*.json")
+    cache.write_text("{")
+    assert measure_hardware("cpu", cache_dir=tmp_path).matmul_flop_per_s == RATES["matmul_flop_per_s"]
+    assert json.loads(cache.read_text()) == RATES
+
+
+RATES = {
+    "source": "test",
+    "matmul_flop_per_s": 2e11,
+    "layer_flop_frac": 0.5,
+    "h2d_bytes_per_s": 0.0,
+    "d2h_bytes_per_s": 0.0,
+    "h2d_shared_bytes_per_s": 0.0,
+    "d2h_shared_bytes_per_s": 0.0,
+    "host_memory_bytes_per_s": 1e10,
+    "gpu_memory_bytes_per_s": 0.0,
+    "cpu_update_32bit_parameters_per_s": 1e9,
+    "cpu_update_8bit_parameters_per_s": 1e9,
+    "cpu_update_32bit_shared_parameters_per_s": 1e9,
+    "cpu_update_8bit_shared_parameters_per_s": 1e9,
+    "gpu_update_parameters_per_s": 0.0,
+}
