@@ -6,6 +6,7 @@ computes loss and gradients from them chunk by chunk. Everything else about the 
 included, is as before.
 """
 
+import importlib.util
 import inspect
 import logging
 import sys
@@ -41,6 +42,8 @@ def apply_fused_kernels(model: nn.Module, device: torch.device | str) -> list[st
     device = torch.device(device)
     if device.type != "cuda":
         report = [f"fused kernels: not applied, they are for CUDA and the device is {device.type}"]
+    elif importlib.util.find_spec("triton") is None:
+        report = ["RMSNorm, SwiGLU, RoPE: not applied, triton is not installed", apply_chunked_loss(model)]
     else:
         report = [fuse_rms_norms(model), fuse_swiglus(model), fuse_ropes(model), apply_chunked_loss(model)]
     logger.info("fused kernels: %s", "; ".join(line.removeprefix("fused kernels: ") for line in report))

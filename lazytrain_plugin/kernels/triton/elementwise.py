@@ -47,7 +47,7 @@ def rms_norm_backward_kernel(
         weight = weight + 1.0
     partial = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        rows = first.to(tl.int64) + tl.arange(0, ROWS)
+        rows = first + tl.arange(0, ROWS).to(tl.int64)
         inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
         offsets = rows[:, None] * num_columns + columns[None, :]
         dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
