@@ -150,7 +150,8 @@ def _as_dict(config: Any, load: Callable[[Any], dict]) -> dict | None:
 def _patch_zero_init(deepspeed: ModuleType) -> None:
     """Makes `zero.Init(...)` a context that does nothing under an enabled block: our weights are never partitioned.
 
-    The class itself stays, and so do names imported from it by value: only what its call returns changes.
+    The class itself stays, and so do names imported from it by value: only what its call returns changes. Inside
+    `deepspeed.initialize` nothing changes, as there DeepSpeed's own engines convert parameters with it.
     """
     init_class = deepspeed.zero.Init
     if "__new__" in vars(init_class):
@@ -158,6 +159,8 @@ def _patch_zero_init(deepspeed: ModuleType) -> None:
     signature = inspect.signature(init_class.__init__)
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if active_config() is not None:
+            return object.__new__(cls)
         arguments = _bind(signature, (None, *args), kwargs)
         config = arguments.get("config_dict_or_path", arguments.get("config"))
         if config is None:
