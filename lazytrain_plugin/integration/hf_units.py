@@ -9,8 +9,8 @@ from typing import Any
 
 from lazytrain_plugin.errors import UnsupportedModelError
 
-CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
-"""Names under which transformers' layers take a cache."""
+LEGACY_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+"""Names under which layers take a cache that is a plain tuple; cache objects are known by their class."""
 
 
 class RecordedOutputs:
@@ -62,7 +62,7 @@ def drop_caches(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     args = tuple(None if _is_cache(value) else value for value in args)
     changes: dict[str, Any] = {}
     for name, value in kwargs.items():
-        if name in CACHE_ARGUMENTS and value is not None and (_is_cache(value) or isinstance(value, tuple)):
+        if _is_cache(value) or (name in LEGACY_CACHE_ARGUMENTS and isinstance(value, tuple)):
             changes[name] = None
         elif name == "use_cache" and value:
             changes[name] = False

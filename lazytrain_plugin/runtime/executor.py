@@ -227,8 +227,8 @@ class Executor:
                 refuse_unknown_leaf(unit.name, leaf)
             if owner.module is not None:
                 raise UnsupportedModelError(
-                    f"{unit.name} uses {tensor.name}, a weight of another streamed layer; register it as a parameter of "
-                    "both, so that it is shared and stays on the GPU"
+                    f"{unit.name} uses {tensor.name}, a weight of another streamed layer; register it as a parameter "
+                    "of both, so that it is shared and stays on the GPU"
                 )
             if tensor.trained:
                 unit.foreign = (*unit.foreign, tensor)

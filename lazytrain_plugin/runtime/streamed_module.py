@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_lazytrain"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _streamed_class(original: type[nn.Module]) -> type[nn.Module]:
     """A subclass that looks like `original` by name and type, and runs `forward` through the executor."""
 

@@ -65,7 +65,7 @@ class UpdateWorker:
                 if self._failure is not None:
                     raise self._failure
                 work()
-            except BaseException as error:  # noqa: BLE001 - it is raised again where the ticket is awaited
+            except BaseException as error:
                 self._failure = ticket._error = error
             finally:
                 ticket._done.set()
