@@ -50,9 +50,9 @@ class _Scalars(ctypes.Structure):
 class _CodeBook(ctypes.Structure):
     _fields_ = [
         ("values", ctypes.POINTER(ctypes.c_float)),
-        *((name, ctypes.c_float * 8) for name in ("scale", "offset", "last", "below", "above", "first")),
+        *((name, ctypes.c_float * 8) for name in ("scale", "offset", "below", "tail", "first")),
         ("top", ctypes.c_float),
-        ("negative_extreme", ctypes.c_float),
+        ("extreme", ctypes.c_float),
         ("zero_code", ctypes.c_int32),
     ]
 
@@ -85,7 +85,7 @@ def _code_book(signed: bool) -> _CodeBook:
     tables = ((ctypes.c_float * 8)(*table) for table in book.decade_tables())
     values = (ctypes.c_float * 256)(*book.values)
     return _CodeBook(
-        values, *tables, book.top, book.negative_extreme, book.zero_code
+        values, *tables, book.top, book.extreme, book.zero_code
     )  # the structure keeps `values` alive
 
 

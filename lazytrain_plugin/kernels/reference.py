@@ -112,17 +112,15 @@ def adamw_8bit(
 def noise(
     first_index: int, count: int, seeds: tuple[int, int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uniform noise in [0, 1) for the two moments of elements first_index .. first_index + count - 1, in steps of 2^-16."""
-    index = torch.arange(
-        first_index, first_index + count, device=device
-    )  # int64: the low 32 bits of a product are right
+    """Uniform int32 noise, 0 .. 65535, of both moments for elements first_index .. first_index + count - 1."""
+    index = torch.arange(first_index, first_index + count, device=device)  # int64: low 32 bits of products are right
     low_half = 0xFFFFFFFF
     h = (index & low_half) ^ seeds[0]
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & low_half
     h = h ^ seeds[1] ^ (((index >> 32) * 0x9E3779B9) & low_half)
     h = ((h ^ (h >> 15)) * 0x846CA68B) & low_half
     h = h ^ (h >> 16)
-    return (h & 0xFFFF).to(torch.float32) * 2.0**-16, (h >> 16).to(torch.float32) * 2.0**-16
+    return (h & 0xFFFF).to(torch.int32), (h >> 16).to(torch.int32)
 
 
 @functools.lru_cache(maxsize=16)
@@ -134,16 +132,16 @@ def _tables(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     )
 
 
-def position(book: CodeBook, x: torch.Tensor, noise: torch.Tensor | float) -> torch.Tensor:
-    """Codes above zero of x >= 0, as int32."""
-    scale, offset, last, below, above, first = _tables(book.zero_code != 0, x.device)[1]
+def codes_above_zero(book: CodeBook, x: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
+    """Codes above the code of zero for x >= 0, as int32; `noise` in 1/65536 of a code."""
+    scale, offset, below, tail, first = _tables(book.zero_code != 0, x.device)[1]
     decade = x.view(torch.int32).to(torch.float32) * state8.round_fp32(state8.DECADE_SCALE)
     decade = (decade + state8.round_fp32(state8.DECADE_OFFSET)).clamp(0, 7).to(torch.int64)
     r = x * scale[decade] + offset[decade]
-    p = r + r.clamp(max=0) * below[decade]
-    p = p + (r - last[decade]).clamp(min=0) * above[decade]
-    p = p + first[decade]
-    return (p.clamp(max=book.top) + noise).to(torch.int32)
+    p = torch.minimum(r, r * below[decade])
+    p = torch.minimum(p, r * state8.round_fp32(1 / 3) + tail[decade])
+    p = (p + first[decade]).clamp(max=book.top)
+    return (p.to(torch.int32) + noise) >> 16
 
 
 def _decoded(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
@@ -151,34 +149,29 @@ def _decoded(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torc
     return values * scales.repeat_interleave(BLOCK)[: codes.numel()]
 
 
-def _encoded(values: torch.Tensor, noise: torch.Tensor | float, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _encoded(values: torch.Tensor, noise: torch.Tensor | int, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     book, numel = state8.code_book(signed), values.numel()
-    blocks = torch.nn.functional.pad(values, (0, -numel % BLOCK)).view(-1, BLOCK)
-    finite = blocks.isfinite().all(1)
-    largest = blocks.amax(1).clamp(min=0)
-    if signed:
-        largest_negated = (-blocks).amax(1).clamp(min=0)
-        divisor = torch.full_like(largest, book.negative_extreme)  # by a tensor: CUDA multiplies by a scalar's inverse
-        largest = torch.maximum(largest, largest_negated / divisor)
-    finite = finite & (largest <= state8.LARGEST_FP32)
-    largest = torch.where(largest > 0, largest.clamp(min=state8.SMALLEST_NORMAL_FP32), 0.0)
-    scales = torch.where(finite, largest, torch.nan)
+    largest = torch.nn.functional.pad(values.abs(), (0, -numel % BLOCK)).view(-1, BLOCK).amax(1)  # NaN if there is one
+    scales = largest / torch.full_like(largest, book.extreme)  # by a tensor: CUDA multiplies by a scalar's inverse
+    finite = scales <= state8.LARGEST_FP32
+    scales = torch.where(scales > 0, scales.clamp(min=state8.SMALLEST_NORMAL_FP32), 0.0)
+    scales = torch.where(finite, scales, torch.nan)
     inverse = torch.where(scales > 0, (torch.ones_like(scales) / scales) * state8.INVERSE_FACTOR, 0.0)
 
-    inside = finite.repeat_interleave(BLOCK)[:numel]
-    x = torch.where(inside, values.abs() * inverse.repeat_interleave(BLOCK)[:numel], 0.0)
-    k = position(book, x, noise)
+    finite = finite.repeat_interleave(BLOCK)[:numel]
+    x = torch.where(finite, values.abs() * inverse.repeat_interleave(BLOCK)[:numel], 0.0)
+    k = codes_above_zero(book, x, noise)
     if signed:
         codes = book.zero_code + torch.where(values.view(torch.int32) < 0, -k, k)
     else:
         codes = torch.maximum(k, (values > 0).to(torch.int32))
-    return torch.where(inside, codes.clamp(0, 255), book.zero_code).to(torch.uint8), scales
+    return torch.where(finite, codes, book.zero_code).to(torch.uint8), scales
 
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> None:
     for part in _chunks(values.numel()):
         blocks = slice(part.start // BLOCK, state8.num_blocks(part.stop))
-        codes[part], scales[blocks] = _encoded(values[part], 0.5, signed=signed)
+        codes[part], scales[blocks] = _encoded(values[part], state8.ONE_CODE // 2, signed=signed)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, signed: bool) -> None:

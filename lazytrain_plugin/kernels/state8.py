@@ -1,28 +1,32 @@
 """Block-wise 8-bit optimizer states: the code book, its rounding, and the scales.
 
-Format (that of bitsandbytes' AdamW8bit): blocks of 256 values share one fp32 scale; a value is `codes[c] * scale`, where the
-256 codes are the "dynamic" map of Dettmers et al. (8-Bit Optimizers via Block-wise Quantization, 2021): seven decades from
-1e-7 to 1, each with twice the codes of the one below, evenly spaced within a decade, and 0 and 1. Signed for the first
-moment (1 to 64 codes per decade and sign), unsigned for the second (2 to 128).
+Format (that of bitsandbytes' AdamW8bit): blocks of 256 values share one fp32 scale; a value is `values[code] * scale`,
+where the 256 values are the "dynamic" map of Dettmers et al. (8-bit Optimizers via Block-wise Quantization, 2021):
+seven decades from 1e-7 to 1, each with twice the codes of the one below, evenly spaced within a decade, and 0 and 1.
+Signed for the first moment (1 to 64 codes per decade and sign), unsigned for the second (2 to 128).
 
 How a value is rounded (on every device, in this order of fp32 operations, so with the same bits):
 
-    scale     the largest value, or the most negative one / the most negative code, whichever is larger, so that both ends
-              are codes (bitsandbytes takes the largest magnitude and cuts the negative end). NaN if the block holds NaN or inf:
-              the block then decodes to NaN, nothing is hidden.
-    x         |value| * (1 / scale * (1 + 2^-20))      the hair makes sure that the extreme gets the extreme code
-    position  a piecewise linear function of x that is k at the k-th code above zero: so its fraction is how far x is
-              between two codes. Within a decade it is `x * scale + offset`; before the first and after the last code of
-              the decade the gap to the neighbour has another width (`below`, `above`).
-    code      floor(position + noise)
+    scale     the largest magnitude of the block / the last code below 1, so that the negative end is a code too (the code
+              of 1 has no negative; bitsandbytes' own scale is the magnitude itself, and cuts the negative end by 0.7 %).
+              NaN if the block holds NaN or infinity: it then decodes to NaN, nothing is hidden.
+    x         |value| * (1 / scale * (1 + 2^-20)): a hair more, so that the largest always gets the last code
+    position  in 1/65536 of a code, from the code of zero: linear between any two neighbouring codes, so its fraction says
+              how far x is between them. That function is concave, hence the least of three lines for each decade: with
+              r = x * scale + offset (the decade's own line, 0 at its first code, its codes 65536 apart) those are
+              r * below (the wider gap to the decade below), r, and r / 3 + tail (the gap to the decade above);
+              then + first, the position of the decade's first code.
+    code      (int(position) + noise) >> 16
 
-Noise of 1/2 rounds to nearest (`quantize_moment`: decode and encode again gives the same codes and scales). An update draws
-it uniformly from [0, 1): with nearest rounding beta2 = .999 would leave most second moments where they are, since a step
-moves them by less than half the distance between two codes. A second moment above zero never gets the code of zero.
+Noise of 1/2 rounds to nearest (`quantize_moment`: encoding what was decoded gives the same codes and scales). An update
+draws it uniformly from [0, 1): with nearest rounding beta2 = .999 would leave most second moments where they are, since
+a step moves them by less than half the distance between two codes. A second moment above zero never gets the code of
+zero: the update would divide by eps alone and explode.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import dataclass
 
@@ -32,8 +36,9 @@ from lazytrain_plugin.errors import KernelError
 
 BLOCK = 256
 NUM_DECADES = 7
-# x's decade is floor(bits(x) * DECADE_SCALE + DECADE_OFFSET), 0 to 7, where bits(x) is a piecewise linear log2. It is off by up to 6 %
-# at a decade's edge, which does no harm: there both neighbours' formulas describe the same line.
+ONE_CODE = 65536
+# The decade of x is int(bits(x) * DECADE_SCALE + DECADE_OFFSET), where bits(x) is a piecewise linear log2. It is off by up
+# to 6 % at a decade's edge, which does no harm: in the gap there, both decades have the same line.
 DECADE_SCALE = 3.6014841e-08
 DECADE_OFFSET = -31.347432
 LARGEST_FP32 = torch.finfo(torch.float32).max
@@ -62,26 +67,27 @@ def num_blocks(numel: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CodeBook:
-    """The codes, and per decade (entry 7 repeats entry 6) the numbers of the position formula; all exact in fp32."""
+    """The codes, and per decade (entry 7 repeats entry 6) the lines of the position; all exact in fp32."""
 
     values: tuple[float, ...]
     scale: tuple[float, ...]
     offset: tuple[float, ...]
-    last: tuple[float, ...]
     below: tuple[float, ...]
-    above: tuple[float, ...]
+    tail: tuple[float, ...]
     first: tuple[float, ...]
     top: float
-    negative_extreme: float
+    """Position of the last code in use, 254 of 0 to 255; a block's largest magnitude gets it."""
+    extreme: float
+    """Value of that code."""
     zero_code: int
 
     def decade_tables(self) -> tuple[tuple[float, ...], ...]:
-        return self.scale, self.offset, self.last, self.below, self.above, self.first
+        return self.scale, self.offset, self.below, self.tail, self.first
 
 
 def round_fp32(value: float) -> float:
-    """The fp32 value nearest to `value`."""
-    return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
+    """The fp32 value nearest to `value`; beyond the largest, infinity."""
+    return ctypes.c_float(value).value
 
 
 @functools.cache
@@ -92,18 +98,17 @@ def code_book(signed: bool) -> CodeBook:
         count = 2**decade if signed else 2 ** (decade + 1)
         magnitudes += _decade_values(decade, count)
         width = 0.9 * 10.0 ** (decade - NUM_DECADES + 1)
-        at_zero = -count / 9 - 0.5
+        at_zero = -count / 9 - 0.5  # of the decade's own line, in codes
         tables.append(
             (
-                count / width,
-                at_zero,
-                count - 1.0,
-                -1 / at_zero - 1 if decade == 0 else 2 / 3,
-                1.0 if decade == NUM_DECADES - 1 else -2 / 3,
-                float(count if signed else count - 1),
+                ONE_CODE * count / width,
+                ONE_CODE * at_zero,
+                5 / 3 if decade > 0 else -1 / at_zero,  # below the first decade the line must meet zero
+                ONE_CODE * (count - 1) * 2 / 3,
+                ONE_CODE * (count if signed else count - 1),
             )
         )
-    scale, offset, last, below, above, first = (
+    scale, offset, below, tail, first = (
         tuple(round_fp32(entry) for entry in (*column, column[-1])) for column in zip(*tables, strict=True)
     )
     values = ([-magnitude for magnitude in reversed(magnitudes)] if signed else []) + [0.0, *magnitudes, 1.0]
@@ -111,12 +116,11 @@ def code_book(signed: bool) -> CodeBook:
         values=tuple(values),
         scale=scale,
         offset=offset,
-        last=last,
         below=below,
-        above=above,
+        tail=tail,
         first=first,
-        top=128.0 if signed else 255.0,
-        negative_extreme=magnitudes[-1] if signed else 0.0,
+        top=float(ONE_CODE * len(magnitudes)),
+        extreme=magnitudes[-1],
         zero_code=127 if signed else 0,
     )
 

@@ -18,8 +18,8 @@ LT_INLINE void split_vector(f32 master, u16& weight, i16& remainder) {
 }
 
 LT_INLINE f32 join_vector(u16 weight, i16 remainder) {
-    i32 high = __builtin_convertvector(weight, i32);
-    i32 low = __builtin_convertvector(remainder, i32);
+    i32 high = widen(weight);
+    i32 low = widen(remainder);
     i32 borrow = low < 0;  // -1 where the weight was rounded up
     i32 joined = ((high + borrow) << 16) | (low & 0xFFFF);
     i32 replaced_by_zero = borrow & ((high & 0x7FFF) == 0);
@@ -123,38 +123,37 @@ void adamw_fp32_range(const AdamW& a, int64_t begin, int64_t end) {
 
 struct Book {  // CodeBook in registers
     const float* values;
-    f32 scale, offset, last, below, above, first, top;
+    f32 scale, offset, below, tail, first, top;
     i32 zero_code;
     LT_INLINE Book make(const CodeBook& b) {
-        return {b.values, table8(b.scale), table8(b.offset), table8(b.last), table8(b.below), table8(b.above), table8(b.first),
+        return {b.values, table8(b.scale), table8(b.offset), table8(b.below), table8(b.tail), table8(b.first),
                 splat(b.top), splat(b.zero_code)};
     }
 };
 
 constexpr float kDecadeScale = 3.6014841e-08f;  // state8.DECADE_SCALE, DECADE_OFFSET
 constexpr float kDecadeOffset = -31.347432f;
+constexpr float kThird = 1.0f / 3.0f;
 
-// Position of x >= 0 in the code book, counted from the code of zero, plus `noise` in [0, 1), cut to an integer.
-LT_INLINE i32 position(const Book& b, f32 x, f32 noise) {
+// Codes above the code of zero for x >= 0: its position in 1/65536 of a code, plus noise in 0 .. 65535, cut to a whole code.
+LT_INLINE i32 codes_above_zero(const Book& b, f32 x, i32 noise) {
     i32 decade = truncate(max_(to_float(bits(x)) * kDecadeScale + kDecadeOffset, f32{}));
     f32 r = x * pick(b.scale, decade) + pick(b.offset, decade);
-    f32 p = r + min_(r, f32{}) * pick(b.below, decade);
-    p = p + max_(r - pick(b.last, decade), f32{}) * pick(b.above, decade);
-    p = p + pick(b.first, decade);
-    return truncate(min_(p, b.top) + noise);
+    f32 p = min_(r, r * pick(b.below, decade));
+    p = min_(p, r * kThird + pick(b.tail, decade));
+    p = min_(p + pick(b.first, decade), b.top);
+    return (truncate(p) + noise) >> 16;
 }
 
-LT_INLINE u8 encode_signed(const Book& b, f32 m, f32 inverse_scale, f32 noise) {
-    i32 magnitude = bits(m) & 0x7FFFFFFF, sign = bits(m) >> 31;
-    i32 k = position(b, from_bits(magnitude) * inverse_scale, noise);
-    i32 code = b.zero_code + ((k ^ sign) - sign);
-    return narrow8(min_(max_(code, i32{}), splat(255)));
+LT_INLINE u8 encode_signed(const Book& b, f32 m, f32 inverse_scale, i32 noise) {
+    i32 sign = bits(m) >> 31;
+    i32 k = codes_above_zero(b, from_bits(bits(m) & 0x7FFFFFFF) * inverse_scale, noise);
+    return narrow8(b.zero_code + ((k ^ sign) - sign));
 }
 
-LT_INLINE u8 encode_unsigned(const Book& b, f32 v, f32 inverse_scale, f32 noise) {
-    i32 k = position(b, v * inverse_scale, noise);
-    i32 least = (bits(v) > 0) & 1;  // a second moment that is not zero never decodes to zero: m / eps would explode
-    return narrow8(min_(max_(k, least), splat(255)));
+LT_INLINE u8 encode_unsigned(const Book& b, f32 v, f32 inverse_scale, i32 noise) {
+    i32 k = codes_above_zero(b, v * inverse_scale, noise);
+    return narrow8(max_(k, min_(bits(v), splat(1))));  // v > 0 never decodes to zero: m / eps would explode
 }
 
 LT_INLINE int32_t largest(i32 x) {
@@ -169,26 +168,20 @@ LT_INLINE float float_of(int32_t b) {
     return x;
 }
 
-// Scale of a block from the bits of its largest value and of its largest negated value. NaN when a value is not finite.
-LT_INLINE float block_scale(const CodeBook& b, int32_t largest_bits, int32_t largest_negated_bits) {
-    if (largest_bits >= kInfBits || largest_negated_bits >= kInfBits) return float_of(kNanBits);
-    float scale = float_of(largest_bits);
-    if (largest_negated_bits > 0) {
-        float negative = float_of(largest_negated_bits);
-        if (b.negative_extreme > 0.0f) negative = negative / b.negative_extreme;  // so that the most negative value is a code
-        scale = negative > scale ? negative : scale;
-        if (scale > 3.402823466e38f) return float_of(kNanBits);
-    }
-    if (scale > 0.0f && scale < 1.17549435e-38f) scale = 1.17549435e-38f;  // or its inverse would be infinite
-    return scale;
+// Scale of a block from the bits of its largest magnitude (bits order like magnitudes, NaN above infinity). NaN if it is not finite.
+LT_INLINE float block_scale(const CodeBook& b, int32_t largest_bits) {
+    if (largest_bits >= kInfBits) return float_of(kNanBits);
+    const float scale = float_of(largest_bits) / b.extreme;
+    if (scale > 3.402823466e38f) return float_of(kNanBits);
+    return scale > 0.0f && scale < 1.17549435e-38f ? 1.17549435e-38f : scale;  // of a denormal the inverse could be infinite
 }
 
 LT_INLINE float inverse_of(float scale) {
-    return scale > 0.0f ? (1.0f / scale) * 1.00000095367431640625f : 0.0f;  // a hair over: the extreme always gets the extreme code
+    return scale > 0.0f ? (1.0f / scale) * 1.00000095367431640625f : 0.0f;  // 1 + 2^-20: the extreme always gets the last code
 }
 
 // Uniform noise of an element from its index and the seeds of (parameter, step): 32 bits, the low half for m, the high half for v.
-LT_INLINE u32 noise_bits(u32 index, uint32_t seed0, uint32_t seed1) {
+LT_INLINE u32 noise_bits(u32 index, u32 seed0, u32 seed1) {
     u32 h = index ^ seed0;
     h = (h ^ (h >> 16)) * 0x7FEB352Du;
     h = h ^ seed1;
@@ -196,43 +189,26 @@ LT_INLINE u32 noise_bits(u32 index, uint32_t seed0, uint32_t seed1) {
     return h ^ (h >> 16);
 }
 
-struct Extremes {  // over a block; bits order like the floats for values >= 0, and NaN is above infinity
-    i32 positive = {}, negative = {};
-    LT_INLINE void add(Extremes& e, f32 x, i32 inside) {
-        e.positive = max_(e.positive, bits(x) & inside);
-        e.negative = max_(e.negative, (bits(x) ^ (int32_t)0x80000000) & inside);
-    }
-};
-
-LT_INLINE i32 lanes_below(int64_t count) {
-    i32 lane;
-    for (int l = 0; l < W; l++) lane[l] = l;
-    return lane < (int32_t)count;
-}
-
-LT_INLINE void encode_block(const CodeBook& signed_book, const Book& mb, const float* m, float m_scale, uint8_t* m_codes,
-                            const Book& vb, const float* v, float v_scale, uint8_t* v_codes, int64_t count, uint64_t index,
-                            const AdamW& a) {
-    const bool m_finite = m_scale == m_scale, v_finite = v_scale == v_scale;
+LT_INLINE void encode_block(const AdamW& a, const Book& mb, const Book& vb, const float* m, const float* v, float m_scale, float v_scale,
+                            uint8_t* m_codes, uint8_t* v_codes, int64_t count, uint64_t first_index) {
     const f32 m_inverse = splat(inverse_of(m_scale)), v_inverse = splat(inverse_of(v_scale));
-    const uint32_t seed1 = a.seed1 ^ ((uint32_t)(index >> 32) * 0x9E3779B9u);
-    u32 lane;
-    for (int l = 0; l < W; l++) lane[l] = (uint32_t)l;
-    for (int64_t i = 0; i < count; i += W) {
-        u32 h = noise_bits(lane + (uint32_t)(index + i), a.seed0, seed1);
-        f32 m_noise = to_float((i32)(h & 0xFFFFu)) * 0x1p-16f, v_noise = to_float((i32)(h >> 16)) * 0x1p-16f;
-        u8 mc = encode_signed(mb, load<f32>(m + i), m_inverse, m_noise);
-        u8 vc = encode_unsigned(vb, load<f32>(v + i), v_inverse, v_noise);
-        if (i + W <= count) {
-            store(m_codes + i, mc);
-            store(v_codes + i, vc);
+    const u32 seed0 = splat(a.seed0), seed1 = splat(a.seed1 ^ ((uint32_t)(first_index >> 32) * 0x9E3779B9u));
+    u32 index = lane_numbers() + (uint32_t)first_index;
+    for (int64_t i = 0; i < count; i += W, index = index + (uint32_t)W) {
+        const u32 h = noise_bits(index, seed0, seed1);
+        const u8 m_code = encode_signed(mb, load<f32>(m + i), m_inverse, (i32)(h & 0xFFFFu));
+        const u8 v_code = encode_unsigned(vb, load<f32>(v + i), v_inverse, (i32)(h >> 16));
+        if (__builtin_expect(i + W <= count, 1)) {
+            store(m_codes + i, m_code);
+            store(v_codes + i, v_code);
         } else {
-            memcpy(m_codes + i, &mc, count - i);
-            memcpy(v_codes + i, &vc, count - i);
+            u8 m_tail = m_code, v_tail = v_code;
+            memcpy(m_codes + i, &m_tail, count - i);
+            memcpy(v_codes + i, &v_tail, count - i);
         }
     }
-    if (!m_finite) memset(m_codes, signed_book.zero_code, count);
-    if (!v_finite) memset(v_codes, 0, count);
+    if (m_scale != m_scale) memset(m_codes, a.signed_book->zero_code, count);
+    if (v_scale != v_scale) memset(v_codes, a.unsigned_book->zero_code, count);
 }
 
 template <bool kSplit, bool kBf16, bool kL2>
@@ -240,14 +216,13 @@ void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
     const Uniform s = Uniform::make(a.scalars);
     const Book mb = Book::make(*a.signed_book), vb = Book::make(*a.unsigned_book);
     alignas(64) float m_buffer[kBlock], v_buffer[kBlock];
-    const i32 all = splat(-1);
 
     for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t count = end - at < kBlock ? end - at : kBlock, whole = count / W * W;
         uint8_t *m_codes = a.exp_avg_codes + at, *v_codes = a.exp_avg_sq_codes + at;
         float &m_scale = a.exp_avg_scales[at / kBlock], &v_scale = a.exp_avg_sq_scales[at / kBlock];
         const f32 old_m_scale = splat(m_scale), old_v_scale = splat(v_scale);
-        Extremes m_extremes, v_extremes;
+        i32 m_largest = {}, v_largest = {};
         for (int64_t i = 0; i < whole; i += W) {
             f32 p = load_weight<kSplit>(a.weight, a.remainder, at + i);
             f32 m = look_up(mb.values, load<u8>(m_codes + i)) * old_m_scale;
@@ -256,12 +231,12 @@ void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
             store_weight<kSplit>(a.weight, a.remainder, at + i, p);
             store(m_buffer + i, m);
             store(v_buffer + i, v);
-            Extremes::add(m_extremes, m, all);
-            v_extremes.positive = max_(v_extremes.positive, bits(v) & 0x7FFFFFFF);
+            m_largest = max_(m_largest, bits(m) & 0x7FFFFFFF);
+            v_largest = max_(v_largest, bits(v) & 0x7FFFFFFF);
         }
         if (whole < count) {
             const int64_t rest = count - whole;
-            const i32 inside = lanes_below(rest);  // the padding must not reach the scales
+            const i32 inside = ((i32)lane_numbers() < (int32_t)rest) & 0x7FFFFFFF;  // the padding must not reach the scales
             Tail t;
             t.load_from<kSplit, kBf16>(a, at + whole, rest);
             memcpy(t.m_codes, m_codes + whole, rest);
@@ -274,13 +249,12 @@ void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
             t.store_weight_to<kSplit>(a, at + whole, rest);
             store(m_buffer + whole, m);
             store(v_buffer + whole, v);
-            Extremes::add(m_extremes, m, inside);
-            v_extremes.positive = max_(v_extremes.positive, bits(v) & 0x7FFFFFFF & inside);
+            m_largest = max_(m_largest, bits(m) & inside);
+            v_largest = max_(v_largest, bits(v) & inside);
         }
-        m_scale = block_scale(*a.signed_book, largest(m_extremes.positive), largest(m_extremes.negative));
-        v_scale = block_scale(*a.unsigned_book, largest(v_extremes.positive), 0);
-        encode_block(*a.signed_book, mb, m_buffer, m_scale, m_codes, vb, v_buffer, v_scale, v_codes, count,
-                     (uint64_t)(a.first_index + at), a);
+        m_scale = block_scale(*a.signed_book, largest(m_largest));
+        v_scale = block_scale(*a.unsigned_book, largest(v_largest));
+        encode_block(a, mb, vb, m_buffer, v_buffer, m_scale, v_scale, m_codes, v_codes, count, (uint64_t)(a.first_index + at));
     }
 }
 
@@ -308,14 +282,14 @@ void adamw_8bit(const AdamW& a, int64_t begin, int64_t end) { dispatch<EightBitR
 void quantize(const float* values, uint8_t* codes, float* scales, const CodeBook& book, int64_t begin, int64_t end) {
     const Book b = Book::make(book);
     const bool is_signed = book.zero_code != 0;
-    const f32 half = splat(0.5f);
+    const i32 half = splat(0x8000);
     for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t count = end - at < kBlock ? end - at : kBlock;
         alignas(64) float block[kBlock] = {};
         memcpy(block, values + at, count * 4);
-        Extremes extremes;
-        for (int64_t i = 0; i < count; i += W) Extremes::add(extremes, load<f32>(block + i), splat(-1));
-        const float scale = block_scale(book, largest(extremes.positive), largest(extremes.negative));
+        i32 largest_bits = {};
+        for (int64_t i = 0; i < count; i += W) largest_bits = max_(largest_bits, bits(load<f32>(block + i)) & 0x7FFFFFFF);
+        const float scale = block_scale(book, largest(largest_bits));
         scales[at / kBlock] = scale;
         if (scale != scale) {
             memset(codes + at, book.zero_code, count);

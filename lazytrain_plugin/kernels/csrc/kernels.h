@@ -26,17 +26,14 @@ struct AdamWScalars {
     int32_t lerp_from_gradient;
 };
 
-// One signed or unsigned 8-bit code book and the seven decades by which a value finds its code (state8.CodeBook).
-// A table of eight entries per quantity: entry 7 repeats entry 6.
+// One signed or unsigned 8-bit code book and the lines by which a value finds its code (state8.py explains them).
+// A table has one entry per decade; entry 7 repeats entry 6.
 struct CodeBook {
-    const float* values;        // [256] ascending
-    float scale[8], offset[8];  // r = x * scale + offset: position after the decade's first code
-    float last[8];              // r of the decade's last code
-    float below[8], above[8];   // change of slope before the first and after the last code
-    float first[8];             // position of the decade's first code, counted from the code of zero
-    float top;                  // position of 1.0
-    float negative_extreme;     // -values[0]; 0 for the unsigned book
-    int32_t zero_code;          // 127 signed, 0 unsigned
+    const float* values;  // [256] ascending
+    float scale[8], offset[8], below[8], tail[8], first[8];
+    float top;            // position of the last code in use
+    float extreme;        // its value
+    int32_t zero_code;    // 127 signed, 0 unsigned
 };
 
 struct AdamW {
