@@ -16,7 +16,7 @@ _spec.loader.exec_module(kernels_build)
 
 
 class BuildWithKernels(build_py):
-    """Puts the library into the wheel, or into the source tree for an editable install. Without a compiler it goes on without."""
+    """Puts the library into the wheel, or into the source tree for an editable install; goes on without a compiler."""
 
     def run(self):
         super().run()
@@ -28,8 +28,8 @@ class BuildWithKernels(build_py):
             kernels_build.build_library(output)
         except RuntimeError as error:
             print(
-                f"{'=' * 100}\nWARNING: lazytrain-plugin is built WITHOUT its C++ CPU kernels; the optimizer update on the CPU will be "
-                f"several times slower.\nInstall g++ and reinstall, or run: python -m lazytrain_plugin._build\n{error}\n{'=' * 100}",
+                f"{'=' * 100}\nWARNING: lazytrain-plugin is built WITHOUT its C++ CPU kernels: CPU updates are much slower.\n"
+                f"Install g++ and reinstall, or run: python -m lazytrain_plugin._build\n{error}\n{'=' * 100}",
                 file=sys.stderr,
             )
 

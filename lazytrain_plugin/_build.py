@@ -1,7 +1,8 @@
 """Builds the C++ kernels when a wheel is made or the package is installed for development; setup.py is the caller.
 
-One object per instruction set from the same kernels.cpp, chosen at run time. `-ffp-contract=off`: a fused multiply-add rounds
-once where the other instruction sets round twice. The library links neither Python nor torch, so one `py3-none` wheel serves all.
+One object per instruction set from the same kernels.cpp, chosen at run time. `-ffp-contract=off`: a fused multiply-add
+rounds once where the other instruction sets round twice. The library links neither Python nor torch, so one `py3-none`
+wheel serves all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The C++ kernels of csrc/ through ctypes (calls release the GIL), or plain torch where the library is missing.
 
-Arguments are checked by the callers (adamw.py, split.py, state8.py, norm.py); here are pointers, threads and the instruction set.
+Arguments are checked by the callers (adamw.py, split.py, state8.py, norm.py); here are pointers, threads and the
+instruction set.
 """
 
 from __future__ import annotations
@@ -84,9 +85,7 @@ def _code_book(signed: bool) -> _CodeBook:
     book = state8.code_book(signed)
     tables = ((ctypes.c_float * 8)(*table) for table in book.decade_tables())
     values = (ctypes.c_float * 256)(*book.values)
-    return _CodeBook(
-        values, *tables, book.top, book.extreme, book.zero_code
-    )  # the structure keeps `values` alive
+    return _CodeBook(values, *tables, book.top, book.extreme, book.zero_code)  # the structure keeps `values` alive
 
 
 @functools.cache
@@ -150,9 +149,9 @@ def available_isas() -> list[str]:
 
 
 def force_isa(isa: str | None) -> None:
-    """Makes all CPU kernels use one of `available_isas()`; None: the best again. For tests and benchmarks, not while kernels run.
+    """Makes all CPU kernels use one of `available_isas()`; None: the best again.
 
-    Raises KernelError when this processor or build does not have it.
+    For tests and benchmarks, not while kernels run. Raises KernelError when this processor or build does not have it.
     """
     global _forced_plain_torch
     _forced_plain_torch = False
@@ -190,7 +189,7 @@ def default_num_threads(local_world_size: int) -> int:
 def cgroup_cpu_quota(
     root: Path = Path("/sys/fs/cgroup"), process_cgroups: Path = Path("/proc/self/cgroup")
 ) -> float | None:
-    """Processors' worth of time that the control groups of this process allow (the tightest, v1 and v2), None if unlimited."""
+    """How many processors' time the control groups of this process allow (the tightest, v1 and v2); None: unlimited."""
     quotas = []
     try:
         lines = process_cgroups.read_text().splitlines()

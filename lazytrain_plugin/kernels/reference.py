@@ -1,7 +1,7 @@
 """Plain PyTorch meaning of every kernel: the tests' oracle of bits, and what runs where the C++ library is missing.
 
-Each line is one IEEE operation per element, in the order that the C++ and Triton kernels have. Large tensors are worked through
-in chunks, so that temporaries stay small. The 8-bit encoding and its noise are described in state8.py, splitting in split.py.
+Each line is one IEEE operation per element, in the order that the C++ and Triton kernels have. Large tensors are worked
+through in chunks, so that temporaries stay small. state8.py describes the 8-bit encoding and its noise, split.py splitting.
 """
 
 from __future__ import annotations
@@ -57,8 +57,13 @@ def _updated(
     p = p * s.decay
     m = (g if s.lerp_from_gradient else m) + (g - m) * s.lerp_weight
     v = v * s.beta2 + (g * s.one_minus_beta2) * g
-    denominator = v.sqrt() * s.inv_sqrt_bias2 + s.eps
+    denominator = _square_root(v) * s.inv_sqrt_bias2 + s.eps
     return p + (m * s.minus_step_size) / denominator, m, v
+
+
+def _square_root(x: torch.Tensor) -> torch.Tensor:
+    """IEEE's: torch's fp32 one on the CPU (MKL's) is an ulp off for one value in six; through fp64 rounding is exact."""
+    return x.to(torch.float64).sqrt().to(torch.float32)
 
 
 def _load_weight(weight: torch.Tensor, remainder: torch.Tensor | None, part: slice) -> torch.Tensor:

@@ -57,7 +57,7 @@ def scalars_of(step: AdamWStep) -> AdamWScalars:
     """Raises KernelError for a step below 1 or a beta outside [0, 1)."""
     if step.step < 1 or not (0 <= step.beta1 < 1 and 0 <= step.beta2 < 1):
         raise KernelError(
-            f"AdamW needs step >= 1 and betas in [0, 1), but got step {step.step}, betas {step.beta1} and {step.beta2}. "
+            f"AdamW needs step >= 1 and betas in [0, 1), but got step {step.step}, betas {step.beta1}, {step.beta2}. "
             "Count a tensor's first update as step 1 and check the optimizer's betas."
         )
     weight = 1 - step.beta1

@@ -126,7 +126,7 @@ def code_book(signed: bool) -> CodeBook:
 
 
 def _decade_values(decade: int, count: int) -> list[float]:
-    """Middles of `count` equal intervals of [.1, 1] times the decade's power of ten, rounded as fp32 linspace rounds them."""
+    """Middles of `count` equal parts of [.1, 1] times the decade's power of ten, rounded as an fp32 linspace (FMA) is."""
     start, end = round_fp32(0.1), 1.0
     step = round_fp32(round_fp32(end - start) / count)
     edges = [
@@ -185,7 +185,7 @@ def check_flat(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, 
         return
     raise KernelError(
         f"{name} must be a contiguous 1-D {dtype} tensor of {numel} elements on {device}, but it is {tensor.dtype} "
-        f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}. Pass a flat view, e.g. tensor.view(-1)."
+        f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}. Pass tensor.view(-1)."
     )
 
 
