@@ -193,8 +193,11 @@ class SavedParameters:
             return {}
         values = {}
         for key, value in states[0][first].items():
-            is_flat = torch.is_tensor(value) and value.shape == (self._group_numel(first),)
-            values[key] = self._join(name, lambda rank, group: states[rank][group][key]) if is_flat else value  # noqa: B023
+            if torch.is_tensor(value) and value.shape == (self._group_numel(first),):
+                value = self._join(name, lambda rank, group: states[rank][group][key])  # noqa: B023
+            elif torch.is_tensor(value) and not value.shape:
+                value = value.clone()  # a step counter, which DeepSpeed keeps once for all parameters of a group
+            values[key] = value
         if self._section:
             values |= self._section["codec"].get(first, {})
         return values

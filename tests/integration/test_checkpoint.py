@@ -258,8 +258,17 @@ def test_checkpoints_of_deepspeed_itself_load(tmp_path, ranks):
         stem = tmp_path / "step" / f"zero_pp_rank_{rank}_mp_rank_00_"
         torch.save({"optimizer_state_dict": optim}, f"{stem}optim_states.pt")
         torch.save(model, f"{stem}model_states.pt")
-    fresh = DictState(_freeze(Toy(), "inner.0"))
+    counters = []
+
+    class Recording(DictState):
+        def write_state(self, record, state):
+            counters.append(state["step"])
+            super().write_state(record, state)
+
+    fresh = Recording(_freeze(Toy(), "inner.0"))
     _load(fresh, tmp_path, "step")
+    # torch counts a step in place: one counter for two parameters would count twice.
+    assert len({counter.data_ptr() for counter in counters}) == len(counters) == len(trained)
     for record in trained:
         assert torch.equal(fresh.masters[record.name], saved.masters[record.name])
         assert torch.equal(fresh.states[record.name]["exp_avg"], saved.states[record.name]["exp_avg"])
