@@ -1,0 +1,305 @@
+"""`lazytrain doctor`: what this environment would do with a job, found out before the job starts.
+
+Each check is a function that returns findings; `examine` runs them in the order a job would meet the problems.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from lazytrain_plugin import _bootstrap
+from lazytrain_plugin.config.parse import lazytrain_block
+from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig
+from lazytrain_plugin.errors import LazyTrainError
+from lazytrain_plugin.units import GIB, format_bytes
+
+DISTRIBUTION = "lazytrain-plugin"
+ENTRY_POINT_GROUP = "torch.backends"
+AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+MIN_SHM_BYTES = GIB
+
+
+class Status(StrEnum):
+    """How a finding bears on a job."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Nothing to do; worth knowing."""
+    WARNING = "warning"
+    """The job runs, slower or untested."""
+    ERROR = "error"
+    """The job fails, or runs without LazyTrain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def examine(config_path: Path | None = None) -> list[Finding]:
+    """All findings about this environment and, if given, a DeepSpeed JSON or an Accelerate launch YAML."""
+    findings = [*check_versions(), *check_hook()]
+    hook_works = all(finding.status is not Status.ERROR for finding in findings if finding.check == "hook")
+    findings += [*check_cpu_kernels(), *check_host(), *check_gpu()]
+    if config_path is not None:
+        findings += check_config(config_path, hook_works=hook_works)
+    return findings
+
+
+def check_versions() -> Iterator[Finding]:
+    """Installed versions against the ranges of our own package metadata, which are the tested ones."""
+    from packaging.requirements import Requirement
+
+    yield Finding("python", Status.OK, f"{sys.version.split()[0]}, {sys.executable}")
+    try:
+        requires = importlib.metadata.requires(DISTRIBUTION) or []
+        yield Finding("lazytrain", Status.OK, importlib.metadata.version(DISTRIBUTION))
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(
+            "lazytrain", Status.ERROR, f"{DISTRIBUTION} is not installed", "pip install it; PYTHONPATH won't do"
+        )
+        return
+    for requirement in map(Requirement, requires):
+        extra = next((name for name in ("transformers", "gpu") if _has_extra(requirement, name)), None)
+        if requirement.marker is not None and extra is None:
+            continue
+        try:
+            installed = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            missing = "not installed" + {"transformers": " (Trainer needs it)", "gpu": " (speed on a GPU)"}.get(
+                extra, ""
+            )
+            status = Status.ERROR if extra is None else Status.NOTE
+            yield Finding(requirement.name, status, missing, f"pip install '{requirement.name}{requirement.specifier}'")
+            continue
+        if requirement.specifier.contains(installed, prereleases=True):
+            yield Finding(requirement.name, Status.OK, installed)
+        else:
+            yield Finding(
+                requirement.name,
+                Status.WARNING if extra == "gpu" else Status.ERROR,
+                f"{installed} is outside the tested range {requirement.specifier}",
+                f"pip install '{requirement.name}{requirement.specifier}'",
+            )
+
+
+def check_hook() -> Iterator[Finding]:
+    """Whether `import torch` in this environment makes LazyTrain take over `deepspeed.initialize`."""
+    import torch  # noqa: F401  its import runs the entry point, as it does in a training process
+
+    if not _bootstrap.is_installed():
+        yield _why_not_installed()
+        return
+    import deepspeed
+
+    if _bootstrap.failures:
+        what, error = next(iter(_bootstrap.failures.items()))
+        yield Finding("hook", Status.ERROR, f"{what}: {error}", "install versions in the tested ranges")
+    elif getattr(deepspeed.initialize, "_lazytrain_original", None) is None:
+        yield Finding(
+            "hook", Status.ERROR, "deepspeed.initialize was replaced by another package after us", "remove that package"
+        )
+    else:
+        yield Finding("hook", Status.OK, "active in every process that imports torch")
+
+
+def _why_not_installed() -> Finding:
+    explicit = "start with `lazytrain launch`, or `import lazytrain_plugin.install` in the script"
+    switch = os.environ.get(AUTOLOAD_SWITCH, "1")
+    names = {point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    if switch != "1":
+        detail, remedy = f"{AUTOLOAD_SWITCH}={switch} keeps torch from loading plug-ins", f"unset it, or {explicit}"
+    elif "lazytrain" not in names:
+        detail = f"no {ENTRY_POINT_GROUP} entry point named lazytrain in this environment"
+        remedy = f"install {DISTRIBUTION} into it (a folder on PYTHONPATH has none), or {explicit}"
+    elif sys.flags.no_site:
+        detail, remedy = "python -S does not see editable installs", f"start without -S, or {explicit}"
+    else:
+        detail, remedy = "torch did not call our entry point", explicit
+    return Finding("hook", Status.ERROR, f'{detail}: a "{BLOCK}" block would be ignored', remedy)
+
+
+def check_cpu_kernels() -> Iterator[Finding]:
+    """Instruction set and threads of the optimizer update on the CPU."""
+    from lazytrain_plugin.kernels import native
+
+    info = native.kernel_info()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if info.library is None:
+        yield Finding(
+            "cpu kernels",
+            Status.WARNING,
+            "the C++ library is missing; plain torch updates weights several times slower",
+            "install g++, then: python -m lazytrain_plugin._build",
+        )
+    else:
+        threads = native.default_num_threads(local_ranks)
+        yield Finding("cpu kernels", Status.OK, f"{info.isa}, {threads} threads per rank")
+    omp = os.environ.get("OMP_NUM_THREADS")
+    if omp is not None:
+        yield Finding("OMP_NUM_THREADS", Status.NOTE, f"{omp}: holds for torch's own CPU operators, not for our update")
+
+
+def check_host() -> Iterator[Finding]:
+    """Host memory under the cgroup limit, the page-lock limit and shared memory for DataLoader workers."""
+    from lazytrain_plugin.profile.capacity import host_capacity
+
+    capacity = host_capacity()
+    yield Finding(
+        "host memory",
+        Status.OK,
+        f"{format_bytes(capacity.free_bytes)} usable of {format_bytes(capacity.total_bytes)} (RAM or cgroup limit)",
+    )
+    if capacity.pin_limit_bytes is None:
+        yield Finding("pinned memory", Status.OK, "no page-lock limit")
+    else:
+        enough = capacity.pin_limit_bytes >= capacity.free_bytes or not _has_gpu()
+        yield Finding(
+            "pinned memory",
+            Status.OK if enough else Status.WARNING,
+            f"page-lock limit {format_bytes(capacity.pin_limit_bytes)}",
+            "" if enough else "ulimit -l unlimited (docker: --ulimit memlock=-1); unpinned copies are slower",
+        )
+    try:
+        shm_bytes = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        yield Finding("/dev/shm", Status.WARNING, "missing", "mount it, or use dataloader_num_workers=0")
+        return
+    small = shm_bytes < MIN_SHM_BYTES
+    yield Finding(
+        "/dev/shm",
+        Status.WARNING if small else Status.OK,
+        format_bytes(shm_bytes),
+        "DataLoader workers may die with a bus error: docker --shm-size=8g" if small else "",
+    )
+
+
+def check_gpu() -> Iterator[Finding]:
+    """The GPUs that torch sees, and whether the fused kernels can be compiled for them."""
+    import torch
+
+    if not _has_gpu():
+        yield Finding("gpu", Status.NOTE, "none: LazyTrain runs with the CPU as the device")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        bf16 = properties.major >= 8
+        yield Finding(
+            f"gpu {index}",
+            Status.OK if bf16 else Status.WARNING,
+            f"{properties.name}, {format_bytes(free_bytes)} free of {format_bytes(total_bytes)}",
+            "" if bf16 else "no native bf16 (compute capability below 8.0): training will be slow",
+        )
+    if importlib.util.find_spec("triton") is None:
+        yield Finding(
+            "triton", Status.WARNING, "missing: no fused kernels, GPU updates run in plain torch", "pip install triton"
+        )
+
+
+def check_config(path: Path, *, hook_works: bool = True) -> Iterator[Finding]:
+    """The block of a DeepSpeed JSON, or of the one that an Accelerate launch YAML points to."""
+    from lazytrain_plugin.integration.hook import load_config
+
+    try:
+        ds_config = _read_config(path)
+        block = lazytrain_block(ds_config)
+        if block is None and BLOCK in ds_config:
+            yield Finding("config", Status.NOTE, f'{path}: "enabled" is false, plain DeepSpeed will run')
+            return
+        config = load_config(ds_config)
+    except (LazyTrainError, OSError, ValueError) as error:
+        yield Finding("config", Status.ERROR, f"{path}: {error}")
+        return
+    if not hook_works:
+        yield Finding("config", Status.ERROR, f"{path}: the block is right, but the hook is not active", "see hook")
+        return
+    yield Finding("config", Status.OK, f"{path}: {config.fidelity}, {config.state_bits}-bit optimizer states")
+    yield from _budgets(config)
+
+
+def _budgets(config: LazyTrainConfig) -> Iterator[Finding]:
+    from lazytrain_plugin.profile.capacity import host_capacity
+
+    have_bytes: dict[str, int] = {"cpu_memory_gib": host_capacity().total_bytes}
+    if _has_gpu():
+        import torch
+
+        have_bytes["gpu_memory_gib"] = torch.cuda.mem_get_info()[1]
+    for key, available in have_bytes.items():
+        budget_gib = getattr(config, key)
+        if budget_gib is not None and budget_gib * GIB > available:
+            yield Finding(
+                "config",
+                Status.ERROR,
+                f'"{BLOCK}.{key}" is {budget_gib:g}, but there are {available / GIB:.1f} GiB',
+                "lower it, or write null",
+            )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Reads a DeepSpeed JSON; a YAML is followed to the JSON it names, from the folder a job would start in."""
+    if path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        section = (yaml.safe_load(path.read_text()) or {}).get("deepspeed_config") or {}
+        target = section.get("deepspeed_config_file")
+        if target is None:
+            raise ValueError(
+                'there is no "deepspeed_config: deepspeed_config_file:" in it; name the DeepSpeed JSON there'
+            )
+        return _read_config(Path(target))
+    ds_config = json.loads(path.read_text())
+    if not isinstance(ds_config, dict):
+        raise ValueError("it does not hold a JSON object")
+    return ds_config
+
+
+def _has_extra(requirement: Any, extra: str) -> bool:
+    marker = requirement.marker
+    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def to_json(findings: list[Finding]) -> str:
+    """The findings as a JSON list of objects."""
+    return json.dumps([asdict(finding) for finding in findings], indent=1)
+
+
+def print_table(findings: list[Finding]) -> None:
+    """The findings as a table, worst last so that it stays on the screen."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    style = {Status.OK: "green", Status.NOTE: "cyan", Status.WARNING: "yellow", Status.ERROR: "bold red"}
+    table = Table(title="LazyTrain", title_justify="left", box=None, pad_edge=False)
+    for column in ("", "check", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    order = list(Status)
+    for finding in sorted(findings, key=lambda finding: order.index(finding.status)):
+        table.add_row(
+            f"[{style[finding.status]}]{finding.status}[/]",
+            *map(escape, (finding.check, finding.detail, finding.remedy)),
+        )
+    Console().print(table)
