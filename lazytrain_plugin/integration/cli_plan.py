@@ -13,7 +13,7 @@ from rich.console import Console
 from lazytrain_plugin.errors import ConfigError, LazyTrainError
 from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.explain import explain_plan, explain_unit
-from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import simulate
@@ -55,7 +55,7 @@ def plan_command(
             "cpu_budget_bytes": _gib_to_bytes("cpu-memory-gib", cpu_memory_gib),
             "accumulation_steps": accumulation_steps,
         }
-        plan = greedy_plan(profile, machine, fidelity=fidelity, **arguments)
+        plan = make_plan(profile, machine, fidelity=fidelity, **arguments)
         ledger = check_plan(plan, profile, machine, **arguments)
         if out is not None:
             plan.save(out)

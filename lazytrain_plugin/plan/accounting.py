@@ -63,7 +63,8 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     )
     streamed = [cost.weight_bytes for cost, unit in zip(problem.units, plan.units) if is_streamed(unit)]
     sending = [cost.gradient_bytes for cost, unit in zip(problem.units, plan.units) if sends_gradients(cost, unit)]
-    gpu["weight slots"] = plan.weight_slots * max(streamed, default=0)
+    # With fewer streamed units than slots the rest of the slots is not made.
+    gpu["weight slots"] = min(plan.weight_slots, len(streamed) + 1) * max(streamed, default=0)
     gpu["gradient slots"] = plan.gradient_slots * max(sending, default=0)
     gpu.update(_activation_peak(problem, plan.units))
     gpu["reserve"] = problem.gpu_reserve_bytes

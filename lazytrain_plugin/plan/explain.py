@@ -69,6 +69,11 @@ def _summary(plan: PlacementPlan, times: StepTimes | None) -> Text:
         )
     elif plan.predicted_step_s is not None:
         text += f"\nstep {plan.predicted_step_s:.3f} s (predicted)"
+    if plan.solver:
+        gap = plan.solver.get("gap_frac")
+        text += f"\nsolved by {plan.solver['name']}: {plan.solver['status']}"
+        if gap is not None:
+            text += f", at most {gap:.1%} above the best step time (limit {plan.solver['time_limit_s']:g} s)"
     return Text(text)
 
 

@@ -8,7 +8,7 @@ The family, in the order in which GPU memory is worth most (each claim is checke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lazytrain_plugin.errors import InfeasiblePlanError
@@ -21,6 +21,7 @@ from lazytrain_plugin.profile.model import ModelProfile, UnitRole
 from lazytrain_plugin.units import format_bytes
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
+COARSE_COUNTS = 16
 WORTHWHILE_FRAC = 0.002
 """A placement that takes more GPU memory must be faster by this much."""
 
@@ -53,23 +54,16 @@ def greedy_plan(
         state_bits=state_bits,
         accumulation_steps=accumulation_steps,
     )
-    return plan_greedily(problem, lambda **changes: _rebuilt(model, hardware, problem, **changes))
+    return plan_greedily(problem, rebuilder(model, hardware, problem))
 
 
 def plan_greedily(problem: PlacementProblem, rebuild=None) -> PlacementPlan:
     """As `greedy_plan`, from a problem. `rebuild(max_tokens=..., state_bits=...)` makes the variants that the error
     message looks at; None: no remedies are computed."""
-    best: PlacementPlan | None = None
-    best_s = float("inf")
-    for plan in _family(problem):
-        if not fits(problem, plan):
-            continue
-        step_s = simulate(problem, plan).step_s
-        if step_s < best_s * (1 - WORTHWHILE_FRAC):
-            best, best_s = plan, step_s
+    best = _search(problem)
     if best is None:
         raise infeasible(problem, rebuild)
-    return explained(problem, best, best_s)
+    return explained(problem, *best)
 
 
 def fits(problem: PlacementProblem, plan: PlacementPlan) -> bool:
@@ -82,32 +76,51 @@ def leanest_plan(problem: PlacementProblem) -> PlacementPlan:
     return _plan(problem, stem_on_gpu=0, resident=frozenset())
 
 
-def _family(problem: PlacementProblem) -> Iterator[PlacementPlan]:
+def _search(problem: PlacementProblem) -> tuple[PlacementPlan, float] | None:
+    """The fastest of the family that fits and its step time; None: nothing fits.
+
+    The number of resident units is searched coarsely first, then by one around the best: step time has no narrow dips.
+    """
     if not problem.has_gpu:
         # One tier: only activations are left to decide.
-        yield _keep_what_fits(problem, leanest_plan(problem))
-        return
+        plan = _keep_what_fits(problem, leanest_plan(problem))
+        return (plan, simulate(problem, plan).step_s) if fits(problem, plan) else None
+    best: tuple[PlacementPlan, float] | None = None
     num_units = len(problem.units)
-    layouts: list[frozenset[int]] = []
-    for count in range(num_units + 1):
-        # Resident units first in the forward order give the worker the longest start: unit i's update may take until
-        # the forwards before it are done, so moving a resident unit forward never makes another unit's update late.
-        # Spread out they serve the link instead: with few slots it can't run ahead while resident units compute.
-        for layout in (_first(count), _spread(count, num_units)):
-            if layout not in layouts:
-                layouts.append(layout)
+    stride = max(1, num_units // COARSE_COUNTS)
     for stem_on_gpu in range(len(problem.stem) + 1):
-        for layout in layouts:
-            plan = _plan(problem, stem_on_gpu=stem_on_gpu, resident=layout)
-            if fits(problem, plan):
-                yield _keep_what_fits(problem, plan)
+        best_count, best_count_s = None, float("inf")
+        coarse = {*range(0, num_units + 1, stride), num_units}
+        for counts in (coarse, None):
+            if counts is None:
+                if best_count is None:
+                    break
+                counts = set(range(max(0, best_count - stride), min(num_units, best_count + stride) + 1)) - coarse
+            for count in sorted(counts):
+                for layout in dict.fromkeys((_first(count), _spread(count, num_units))):
+                    plan = _plan(problem, stem_on_gpu=stem_on_gpu, resident=layout)
+                    if not fits(problem, plan):
+                        continue
+                    plan = _keep_what_fits(problem, plan)
+                    step_s = simulate(problem, plan).step_s
+                    if step_s < best_count_s:
+                        best_count, best_count_s = count, step_s
+                    if best is None or step_s < best[1] * (1 - WORTHWHILE_FRAC):
+                        best = (plan, step_s)
+    return best
 
 
 def _first(count: int) -> frozenset[int]:
+    """Resident units at the start of the forward order give the worker the longest start.
+
+    Unit i's update may take until the forwards before it are done, so moving a resident unit forward never makes
+    another unit's update late.
+    """
     return frozenset(range(count))
 
 
 def _spread(count: int, num_units: int) -> frozenset[int]:
+    """Spread evenly they serve the link: with few slots it can't run ahead while resident units compute."""
     return frozenset(index * num_units // count for index in range(count)) if count else frozenset()
 
 
@@ -258,7 +271,10 @@ def feasible(problem: PlacementProblem) -> bool:
     )
 
 
-def _rebuilt(model: ModelProfile, hardware: HardwareProfile, problem: PlacementProblem, **changes) -> PlacementProblem:
+def rebuilder(
+    model: ModelProfile, hardware: HardwareProfile, problem: PlacementProblem
+) -> Callable[..., PlacementProblem]:
+    """Makes the same problem with some arguments of `build_problem` changed."""
     arguments = {
         "max_tokens": problem.max_tokens,
         "gpu_budget_bytes": problem.gpu_budget_bytes or None,
@@ -267,4 +283,4 @@ def _rebuilt(model: ModelProfile, hardware: HardwareProfile, problem: PlacementP
         "state_bits": problem.state_bits,
         "accumulation_steps": problem.accumulation_steps,
     }
-    return build_problem(model, hardware, **{**arguments, **changes})
+    return lambda **changes: build_problem(model, hardware, **{**arguments, **changes})

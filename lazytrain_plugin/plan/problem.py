@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile, UnitProfile, UnitRole
-from lazytrain_plugin.units import GIB
+from lazytrain_plugin.units import GIB, MIB
 from lazytrain_plugin.vocab import Fidelity
+
+# The program is scaled to coefficients around 1..10^4: MiB and milliseconds. Nothing else is.
+MIB_PER_BYTE = 1 / MIB
+MS_PER_S = 1e3
 
 GPU_RESERVE_BYTES = GIB
 """CUDA context, library workspaces, the allocator's small blocks."""

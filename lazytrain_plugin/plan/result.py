@@ -67,6 +67,8 @@ class PlacementPlan:
     """Peak bytes per tier, `{"gpu": ..., "cpu": ...}`."""
     predicted_step_s: float | None = None
     """Step time by the simulator, optimizer step and accumulation included; None when unknown."""
+    solver: dict[str, str | float | None] = field(default_factory=dict)
+    """How it was found: name, status, proven gap, time limit; empty when no solver was used."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digests of the inputs: config, hardware profile, model profile."""
     schema_version: int = SCHEMA_VERSION

@@ -168,7 +168,7 @@ def test_a_model_that_cannot_run_on_meta_tensors_is_estimated_high():
 
 def test_planned_dtypes_are_profiled_not_the_loaded_ones():
     model = build(Qwen2Config(**SMALL))
-    half = profile_of(model, dtypes={parameter: torch.bfloat16 for parameter in model.parameters()})
+    half = profile_of(model, dtypes=dict.fromkeys(model.parameters(), torch.bfloat16))
     assert half == profile_of(build(Qwen2Config(**SMALL), torch.bfloat16))
 
 

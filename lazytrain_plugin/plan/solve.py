@@ -1,0 +1,270 @@
+"""Solves the placement of one step as a mixed-integer program with HiGHS; reads like docs/formulation.md."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import highspy
+
+from lazytrain_plugin.errors import InfeasiblePlanError
+from lazytrain_plugin.plan import constraints, variables
+from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.greedy import explained, fits, infeasible, plan_greedily, rebuilder
+from lazytrain_plugin.plan.objective import set_objective
+from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
+from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+from lazytrain_plugin.plan.simulate import simulate
+from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.profile.model import ModelProfile
+from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
+
+logger = logging.getLogger(__name__)
+
+GAP_FRAC = 0.005
+"""Proven distance from the best step time at which the search ends."""
+TIME_LIMIT_S = 10.0
+WEIGHT_SLOT_CHOICES = (2, 3, 4, 6)
+GRADIENT_SLOT_CHOICES = (1, 2, 3)
+RING_GAIN_FRAC = 0.005
+"""A number of slots other than the usual must make the step faster by this much."""
+
+
+class QuietHighs(highspy.Highs):
+    """HiGHS prints its banner as soon as callbacks are enabled, before an option could be set; stdout is for plans."""
+
+    def enableCallbacks(self) -> None:
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the solver said."""
+
+    status: str
+    gap_frac: float | None
+    """Relative distance between the placement found and the bound; None: no placement found."""
+    plan: PlacementPlan | None
+    step_s: float | None
+    """Step time of the placement in the program's own terms."""
+
+
+def solve_plan(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    max_tokens: int,
+    gpu_budget_bytes: int | None = None,
+    cpu_budget_bytes: int | None = None,
+    fidelity: Fidelity | str = Fidelity.EXACT,
+    state_bits: int | None = None,
+    accumulation_steps: int = 1,
+    time_limit_s: float = TIME_LIMIT_S,
+    gap_frac: float = GAP_FRAC,
+) -> PlacementPlan:
+    """The fastest placement that the program finds; never slower, by the simulator, than the greedy one.
+
+    Args: as `build_problem`, and
+        time_limit_s: search time; the best placement so far is taken then, and its gap is in the plan.
+        gap_frac: the search ends when the placement is proven to be this close to the best.
+
+    Raises:
+        InfeasiblePlanError: nothing fits; need and have per tier and the nearest remedies are in the message.
+    """
+    problem = build_problem(
+        model,
+        hardware,
+        max_tokens=max_tokens,
+        gpu_budget_bytes=gpu_budget_bytes,
+        cpu_budget_bytes=cpu_budget_bytes,
+        fidelity=fidelity,
+        state_bits=state_bits,
+        accumulation_steps=accumulation_steps,
+    )
+    return solve_problem(problem, rebuilder(model, hardware, problem), time_limit_s=time_limit_s, gap_frac=gap_frac)
+
+
+def solve_problem(
+    problem: PlacementProblem, rebuild=None, *, time_limit_s: float = TIME_LIMIT_S, gap_frac: float = GAP_FRAC
+) -> PlacementPlan:
+    """As `solve_plan`, from a problem."""
+    greedy = _greedy_or_none(problem)
+    outcome = run_highs(problem, start=greedy, time_limit_s=time_limit_s, gap_frac=gap_frac)
+    if outcome.plan is None and greedy is None:
+        # Fewer slots are the last memory to be had.
+        tight = replace(problem, weight_slots=WEIGHT_SLOT_CHOICES[0], gradient_slots=GRADIENT_SLOT_CHOICES[0])
+        outcome = run_highs(tight, start=None, time_limit_s=time_limit_s, gap_frac=gap_frac)
+    candidates = [plan for plan in (outcome.plan, greedy) if plan is not None and fits(problem, plan)]
+    if not candidates:
+        raise infeasible(problem, rebuild)
+    best, step_s = _with_best_rings(problem, *_fastest(problem, candidates))
+    if outcome.plan is None:
+        logger.warning("HiGHS found no placement in %.0f s (%s); the greedy one is taken", time_limit_s, outcome.status)
+    solver = {
+        "name": "highs",
+        "status": outcome.status,
+        "gap_frac": None if outcome.gap_frac is None else round(outcome.gap_frac, 4),
+        "time_limit_s": time_limit_s,
+    }
+    return replace(explained(problem, best, step_s), solver=solver)
+
+
+def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.Variables]:
+    """The whole program, in the order of docs/formulation.md."""
+    model = QuietHighs()
+    v = variables.Variables()
+    variables.define_homes(model, problem, v)
+    variables.define_activations(model, problem, v)
+    variables.define_stem_states(model, problem, v)
+    variables.define_slot_sizes(model, v)
+    variables.define_times(model, problem, v)
+    constraints.add_one_home(model, problem, v)
+    constraints.add_slot_sizes(model, problem, v)
+    constraints.add_host_capacity(model, problem, v)
+    constraints.add_loss_capacity(model, problem, v)
+    constraints.add_backward_capacity(model, problem, v)
+    constraints.add_updates(model, problem, v)
+    constraints.add_forward_weights(model, problem, v)
+    constraints.add_forward(model, problem, v)
+    constraints.add_backward_weights(model, problem, v)
+    constraints.add_backward(model, problem, v)
+    constraints.add_gradients(model, problem, v)
+    constraints.add_accumulation(model, problem, v)
+    constraints.add_repeated_forward(model, problem, v)
+    constraints.add_step_time(model, problem, v)
+    constraints.add_keep_order(model, problem, v)
+    set_objective(model, problem, v)
+    return model, v
+
+
+def run_highs(
+    problem: PlacementProblem, *, start: PlacementPlan | None, time_limit_s: float, gap_frac: float
+) -> Outcome:
+    """Builds and solves the program once. `start`: a placement to begin with."""
+    model, v = build_program(problem)
+    # One thread and a fixed seed: the same inputs give the same plan. The scheduler is global to the process, and would
+    # refuse another number of threads than the one it was started with.
+    highspy.Highs.resetGlobalScheduler(True)
+    for option, value in (("threads", 1), ("random_seed", 0), ("mip_rel_gap", gap_frac), ("time_limit", time_limit_s)):
+        model.setOptionValue(option, value)
+    if start is not None:
+        _set_start(model, v, start)
+    model.run()
+    status = model.getModelStatus()
+    info = model.getInfo()
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    names = {
+        highspy.HighsModelStatus.kOptimal: "optimal within the gap",
+        highspy.HighsModelStatus.kTimeLimit: "time limit",
+        highspy.HighsModelStatus.kInfeasible: "infeasible",
+        highspy.HighsModelStatus.kUnboundedOrInfeasible: "infeasible",
+    }
+    if status not in names and not found:
+        raise RuntimeError(f"HiGHS ended with {model.modelStatusToString(status)}; report this with the plan's inputs")
+    text = names.get(status, model.modelStatusToString(status).lower())
+    if not found:
+        return Outcome(status=text, gap_frac=None, plan=None, step_s=None)
+    values = model.getSolution().col_value
+    return Outcome(
+        status=text,
+        gap_frac=info.mip_gap,
+        plan=_read_plan(problem, v, values),
+        step_s=values[v.step_ms.index] / 1e3,
+    )
+
+
+def _set_start(model: highspy.Highs, v: variables.Variables, plan: PlacementPlan) -> None:
+    """Gives HiGHS the binaries of a placement; it completes the times itself."""
+    start: dict[int, float] = {}
+    for u, unit in enumerate(plan.units):
+        start[v.stream[u].index] = unit.weights == Tier.CPU
+        start[v.resident[u].index] = unit.weights == Tier.GPU and unit.updater == Updater.GPU
+        start[v.mirror[u].index] = unit.weights == Tier.GPU and unit.updater == Updater.CPU
+        start[v.keep[u].index] = unit.activations == Activations.KEEP
+    for s, unit in enumerate(plan.stem):
+        start[v.stem_on_gpu[s].index] = unit.updater == Updater.GPU
+    indices = sorted(start)
+    model.setSolution(len(indices), indices, [float(start[index]) for index in indices])
+
+
+def _read_plan(problem: PlacementProblem, v: variables.Variables, values: list[float]) -> PlacementPlan:
+    def chosen(column) -> bool:
+        return values[column.index] > 0.5
+
+    units = []
+    for u, cost in enumerate(problem.units):
+        on_gpu = chosen(v.resident[u])
+        units.append(
+            UnitPlan(
+                name=cost.name,
+                weights=Tier.CPU if chosen(v.stream[u]) else Tier.GPU,
+                states=Tier.GPU if on_gpu else Tier.CPU,
+                updater=Updater.GPU if on_gpu else Updater.CPU,
+                state_bits=problem.state_bits,
+                activations=Activations.KEEP if chosen(v.keep[u]) else Activations.RECOMPUTE,
+            )
+        )
+    stem = []
+    for s, cost in enumerate(problem.stem):
+        on_gpu = chosen(v.stem_on_gpu[s])
+        stem.append(
+            UnitPlan(
+                name=cost.name,
+                weights=Tier.GPU if problem.has_gpu else Tier.CPU,
+                states=Tier.GPU if on_gpu else Tier.CPU,
+                updater=Updater.GPU if on_gpu else Updater.CPU,
+                state_bits=problem.state_bits,
+            )
+        )
+    return PlacementPlan(
+        units=tuple(units),
+        stem=tuple(stem),
+        weight_slots=problem.weight_slots,
+        gradient_slots=problem.gradient_slots,
+        fidelity=problem.fidelity,
+        max_tokens=problem.max_tokens,
+        digests=problem.digests,
+    )
+
+
+def _with_best_rings(problem: PlacementProblem, plan: PlacementPlan, step_s: float) -> tuple[PlacementPlan, float]:
+    """The same placement with another number of slots, where that is clearly faster.
+
+    The program takes the number of slots as given. Fewer slots than usual may look as fast to the simulator, but leave
+    nothing in hand for a late copy; they are taken only if they are worth it.
+    """
+    best, best_s = plan, step_s
+    for weight_slots in WEIGHT_SLOT_CHOICES:
+        for gradient_slots in GRADIENT_SLOT_CHOICES:
+            variant = replace(plan, weight_slots=weight_slots, gradient_slots=gradient_slots)
+            if not fits(problem, variant):
+                continue
+            variant_s = simulate(problem, variant).step_s
+            if variant_s < best_s * (1 - RING_GAIN_FRAC):
+                best, best_s = variant, variant_s
+    return best, best_s
+
+
+def _fastest(problem: PlacementProblem, plans: list[PlacementPlan]) -> tuple[PlacementPlan, float]:
+    """By the simulator; among those within 0.1 % the easiest to read, then the one that needs the least GPU memory."""
+    timed = [(simulate(problem, plan).step_s, plan) for plan in plans]
+    limit_s = min(step_s for step_s, _ in timed) * 1.001
+    step_s, plan = min(
+        ((step_s, plan) for step_s, plan in timed if step_s <= limit_s),
+        key=lambda item: (_num_runs(item[1]), account(problem, item[1]).total_bytes()["gpu"]),
+    )
+    return plan, step_s
+
+
+def _num_runs(plan: PlacementPlan) -> int:
+    """Runs of neighbours with equal decisions."""
+    return sum(1 for _ in groupby(plan.units, key=lambda unit: (unit.weights, unit.updater, unit.activations)))
+
+
+def _greedy_or_none(problem: PlacementProblem) -> PlacementPlan | None:
+    try:
+        return plan_greedily(problem)
+    except InfeasiblePlanError:
+        return None
