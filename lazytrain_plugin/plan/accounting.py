@@ -78,10 +78,10 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
 def backward_workspace_bytes(cost: UnitCost, activations: Activations) -> int:
     """What a unit's backward needs beyond its input and what it kept.
 
-    Its recompute (unless kept), and the gradients that autograd hands out before they are packed into a flat.
+    Its recompute, unless kept. Its gradients are counted with the gradient slots, or with the states on the GPU.
     """
     kept = cost.kept_bytes if activations == Activations.KEEP else 0
-    return cost.workspace_bytes - kept + cost.gradient_bytes
+    return cost.workspace_bytes - kept
 
 
 def _activation_peak(problem: PlacementProblem, units: Sequence[UnitPlan]) -> dict[str, int]:

@@ -186,7 +186,7 @@ def add_backward(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
 
     backward(u) >= backward(u+1)       + backward[u] + forward[u] (1 - keep(u))
     backward(u) >= backward_weights(u) + backward[u] + forward[u] (1 - keep(u))
-    backward(u) >= sent(u+G): the gradients of u are packed when a slot is free. Rows: `backward_order(u)`, ...
+    backward(u) >= sent(u+G-1): gradients of G units at most are on the GPU. Rows: `backward_order(u)`, ...
     """
     last = len(problem.units) - 1
     for u in reversed(range(last + 1)):
@@ -195,8 +195,9 @@ def add_backward(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
         after = v.backward_ms[u + 1] if u < last else 0
         model.addConstr(v.backward_ms[u] >= after + duration, name=name("backward_order", u))
         model.addConstr(v.backward_ms[u] >= v.backward_weights_ms[u] + duration, name=name("backward_weights", u))
-        if u + problem.gradient_slots <= last and cost.num_trainable:
-            sent = v.gradients_sent_ms[u + problem.gradient_slots]
+        ahead = problem.gradient_slots - 1
+        if u + ahead <= last and cost.num_trainable:
+            sent = v.gradients_sent_ms[u + ahead]
             model.addConstr(v.backward_ms[u] >= sent, name=name("backward_slot", u))
 
 

@@ -157,7 +157,7 @@ class _Step:
             recompute_s = cost.forward_s if unit.activations == Activations.RECOMPUTE else 0.0
             end_s = self.clock.run(f"backward {cost.name}", Resource.COMPUTE, recompute_s + cost.backward_s, ready_s)
             if sends_gradients(cost, unit):
-                # The gradients are packed into a slot at the end, and the stream waits there for a free one.
+                # The unit's own gradients take one place; with all others still on their way the stream waits.
                 end_s = self.clock.wait(Resource.COMPUTE, self._gradient_slot_free())
             self._used_slot(cost, unit, end_s)
             self._gradient(cost, unit, end_s)
@@ -184,7 +184,7 @@ class _Step:
             self.slots[cost.name] = end_s
 
     def _gradient_slot_free(self) -> float:
-        slots = self.plan.gradient_slots
+        slots = self.plan.gradient_slots - 1
         return self.gradient_slot_users[-slots] if len(self.gradient_slot_users) >= slots else 0.0
 
     def _gradient(self, cost: UnitCost, unit: UnitPlan, computed_s: float) -> None:

@@ -26,7 +26,7 @@ GAP_FRAC = 0.005
 """Proven distance from the best step time at which the search ends."""
 TIME_LIMIT_S = 10.0
 WEIGHT_SLOT_CHOICES = (2, 3, 4, 6)
-GRADIENT_SLOT_CHOICES = (1, 2, 3)
+GRADIENT_SLOT_CHOICES = (2, 3, 4)
 RING_GAIN_FRAC = 0.005
 """A number of slots other than the usual must make the step faster by this much."""
 

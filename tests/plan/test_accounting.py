@@ -69,8 +69,7 @@ def test_activation_peak_is_the_fullest_window():
     problem = problem_of()
     lean = leanest_plan(problem)
     cost = problem.units[0]
-    boundary, kept, gradient = 2 * 512 * TOKENS, 20 * 512 * TOKENS, 2 * LAYER
-    recompute = 26 * 512 * TOKENS + gradient
+    boundary, kept, recompute = 2 * 512 * TOKENS, 20 * 512 * TOKENS, 26 * 512 * TOKENS
     loss = TOKENS * 4096 * (2 + 8) + 4 * STEM + TOKENS * 512 * 2
     assert (cost.boundary_bytes, cost.kept_bytes, problem.loss_bytes) == (boundary, kept, loss)
 

@@ -76,9 +76,9 @@ def test_slow_links_are_bound_by_slots():
 
 
 def test_gradient_slots_hold_the_backward_back():
-    problem = replace(timed(forward=1.0, d2h=10.0), gradient_slots=1)
-    # Backward of a unit needs the slot that the unit before it is still sending from: two sends inside the backward,
-    # the third delays the next step's first update.
+    problem = replace(timed(forward=1.0, d2h=10.0), gradient_slots=2)
+    # One unit's gradients in the making, one on their way: two sends inside the backward, the third delays the next
+    # step's first update.
     assert step_s(problem) == pytest.approx(3 + 3 + 10 + 10 + 10)
 
 
