@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 
 from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import PlanMismatchError
-from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, adamw_8bit, adamw_fp32
+from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.profile.measure import measure_hardware
@@ -53,12 +54,7 @@ class Planner:
                 fused_kernels=config.fused_kernels and device.type == "cuda",
                 dtypes=dtypes,
             )
-            hardware = measure_hardware(device)
-            # The model's first copy is freed when its weights go home, so its memory is there to be planned with.
-            loaded = {"cpu": 0, "cuda": 0}
-            for parameter in model.parameters():
-                loaded[parameter.device.type] = loaded.get(parameter.device.type, 0) + parameter.nbytes
-            self._hardware = replace(hardware, cpu_free_bytes=hardware.cpu_free_bytes + loaded["cpu"])
+            self._hardware = measure_hardware(device, cpu_update_parameters_per_s=measure_update_rate)
 
     def _load_fixed_plan(self) -> PlacementPlan | None:
         path = self._config.plan.path
@@ -100,7 +96,7 @@ class Planner:
 
     def _plan(self, num_tokens: int) -> PlacementPlan:
         config = self._config
-        plan = greedy_plan(
+        plan = make_plan(
             self._model_profile,
             self._hardware,
             max_tokens=num_tokens,
@@ -132,6 +128,24 @@ class Planner:
             units=tuple(unit(found, Tier.CPU) for found in self._discovery.units),
             stem=tuple(unit(found, stem_home) for found in self._discovery.stem),
         )
+
+
+def measure_update_rate(state_bits: int) -> float:
+    """Parameters per second of the CPU update kernel on this machine, with bf16 weights."""
+    numel = 1 << 24
+    zeros = lambda dtype, count=numel: torch.zeros(count, dtype=dtype)  # noqa: E731
+    weight, remainder, gradient = zeros(torch.bfloat16), zeros(torch.int16), zeros(torch.bfloat16)
+    scalars = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+    if state_bits == 8:
+        moments = [Moment8(codes=zeros(torch.uint8), scales=zeros(torch.float32, numel // 256)) for _ in range(2)]
+        update = lambda: adamw_8bit(weight, remainder, gradient, *moments, scalars, noise_key=0)  # noqa: E731
+    else:
+        moments = [zeros(torch.float32) for _ in range(2)]
+        update = lambda: adamw_fp32(weight, remainder, gradient, *moments, scalars)  # noqa: E731
+    update()
+    start_s = time.perf_counter()
+    update()
+    return numel / (time.perf_counter() - start_s)
 
 
 def _bytes(gib: float | None) -> int | None:

@@ -1,8 +1,7 @@
 """RMSNorm, SwiGLU and RoPE as single autograd nodes: fewer passes over memory, fewer saved tensors.
 
 CUDA tensors go to Triton, others to the plain torch below, which is also the tests' oracle. Rounding follows Hugging
-Face's eager code. Nothing is overwritten in place, neither saved tensors nor incoming gradients, so a kept graph may
-run twice. (Liger-Kernel 0.8.5 has these operations too; its SwiGLU backward overwrites the saved gate and up, its
+Face's eager code. Nothing is overwritten in place while a graph is retained, so a kept graph may run twice. (Liger-Kernel 0.8.5 has these operations too; its SwiGLU backward overwrites the saved gate and up, its
 RoPE rotates its inputs in place, and its patches are per model type and partly process-wide: hence our own.)
 
     rms_norm   y = w * round(x * rstd), round(w * x * rstd), or round((1 + w) * x * rstd)
@@ -109,8 +108,11 @@ class _SwiGLU(torch.autograd.Function):
         if gate.is_cuda:
             from lazytrain_plugin.kernels.triton.elementwise import swiglu_backward
 
+            # A graph that is freed now needs neither input again: writing over them spares two of the largest
+            # tensors of a layer at the peak of its backward.
+            in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
             with torch.cuda.device(gate.device):
-                return swiglu_backward(dy, gate, up)
+                return swiglu_backward(dy, gate, up, in_place=in_place)
         gate32 = gate.float()
         sigmoid = torch.sigmoid(gate32)
         dgate = dy.float() * up.float() * sigmoid * (1.0 + gate32 * (1.0 - sigmoid))

@@ -59,7 +59,7 @@ class PlacementPlan:
     weight_slots: int = 3
     """Staging buffers on the GPU for streamed weights (at least 2)."""
     gradient_slots: int = 2
-    """Staging buffers on the GPU for gradients on their way to the CPU."""
+    """Units whose gradients may be on the GPU at once: the one in backward and those on their way to the CPU."""
     fidelity: Fidelity = Fidelity.EXACT
     max_tokens: int | None = None
     """Tokens of one micro-batch that the memory figures hold for; None when unknown."""

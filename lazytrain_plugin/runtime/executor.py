@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import math
@@ -21,7 +22,7 @@ from lazytrain_plugin.runtime.layout import UnitTensor, lay_out
 from lazytrain_plugin.runtime.node import LocalGraph, UnitCall, leaves_of, refuse_unknown_leaf
 from lazytrain_plugin.runtime.norms import GradientNorm, LaneNorm, TorchNorm
 from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
-from lazytrain_plugin.runtime.slots import GradientSlots, WeightSlots
+from lazytrain_plugin.runtime.slots import Outbox, WeightSlots
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Arrival, Unit
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, StepScalars, read_groups
@@ -79,7 +80,10 @@ class Executor:
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         groups = self.optimizer.param_groups if self.optimizer is not None and self.updater is not None else []
-        place_in_group = {p: (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
+        # A frozen parameter in a group (optimizers are often given all of them) has no gradient, so no states either.
+        place_in_group = {
+            p: (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"]) if p.requires_grad
+        }
         make = lambda found: Unit(  # noqa: E731
             found.name, found.module, lay_out(list(found.parameters), dtypes, place_in_group.__contains__)
         )
@@ -115,7 +119,7 @@ class Executor:
     def place(self, plan: PlacementPlan) -> None:
         """Puts everything where `plan` says, unit by unit; also moves a placed model to another plan, bit for bit."""
         self.flush()
-        self._slots = self._sink.slots = None
+        self._slots = None
         native = isinstance(self.updater, NativeAdamW)
         for unit in self.all_units:
             unit_plan, before = plan.unit(unit.name), unit.home
@@ -140,15 +144,14 @@ class Executor:
             torch.cuda.empty_cache()
 
     def _make_slots(self, plan: PlacementPlan) -> None:
-        streamed = [unit for unit in self.units if not unit.home.on_gpu]
-        if streamed:
-            nbytes = max(unit.layout.weight_bytes for unit in streamed)
-            self._slots = WeightSlots(self.streams, min(plan.weight_slots, len(streamed) + 1), nbytes)
-        sending = [unit for unit in self.units if unit.trained and not unit.home.updates_on_gpu]
-        if sending:
-            nbytes = max(unit.layout.gradient_bytes for unit in sending)
-            self._sink.slots = GradientSlots(self.streams, plan.gradient_slots, nbytes)
-        self._window = plan.weight_slots
+        self._streamed = [unit for unit in self.units if not unit.home.on_gpu]
+        self._streamed_positions = [self._position[unit] for unit in self._streamed]
+        self._num_slots = min(plan.weight_slots, len(self._streamed) + 1)
+        if self._streamed:
+            nbytes = max(unit.layout.weight_bytes for unit in self._streamed)
+            self._slots = WeightSlots(self.streams, self._num_slots, nbytes)
+        self._sink.outbox.trim(0)
+        self._sink.outbox = Outbox(self.streams, plan.gradient_slots - 1)
 
     def _install(self) -> None:
         for unit in self.units:
@@ -179,11 +182,14 @@ class Executor:
         """Within: the unit's parameters are on the device and up to date. Whatever happens, they go home after."""
         if unit.home.on_gpu or unit.lease_depth:
             self.settle(unit)
+            self._prefetch_after(unit, backward)
             yield
             return
         idle_since = self.streams.record(timing=True)
+        # Weights that were not updated early enough could not be fetched early enough either.
+        late = unit.update_ticket is not None and not self._slots.holds(unit)
         self.settle(unit)
-        slot = self._slots.acquire(unit, idle_since)
+        slot = self._slots.acquire(unit, "update" if late else "weights", idle_since)
         unit.lease_depth += 1
         unit.point_to(slot)
         try:
@@ -195,15 +201,20 @@ class Executor:
             self._slots.release(slot)
 
     def _prefetch_after(self, unit: Unit, backward: bool) -> None:
-        position, ahead = self._position[unit], self._window - 1
+        """Starts the transfers of the streamed units that run next; what is needed sooner stays in its slot."""
+        if self._slots is None:
+            return
+        ahead = self._num_slots - 1
         if backward:
-            window = self.units[max(position - ahead, 0) : position][::-1]
+            before = bisect.bisect_left(self._streamed_positions, self._position[unit])
+            window = self._streamed[max(before - ahead, 0) : before][::-1]
         else:
-            window = self.units[position + 1 : position + 1 + ahead]
+            after = bisect.bisect_right(self._streamed_positions, self._position[unit])
+            window = self._streamed[after : after + ahead]
         needed = frozenset((unit, *window))
         for upcoming in window:
             ready = upcoming.update_ticket is None or upcoming.update_ticket.done
-            if ready and not upcoming.home.on_gpu:
+            if ready:
                 self._slots.prefetch(upcoming, needed)
 
     def settle(self, unit: Unit) -> None:
@@ -281,12 +292,15 @@ class Executor:
                 len(norm.bad_tensors),
                 shown or "their sum overflows",
             )
+            for unit in arrivals:
+                unit.home.drop_gradients()
             return norm, False
         scalars = StepScalars(read_groups(self.optimizer), norm.clip_factor(max_norm))
         gradients_done = self.streams.record()
         for unit, arrived in arrivals.items():
             if unit.home.updates_on_gpu:
                 self.updater.update(unit, arrived, scalars)
+                unit.home.drop_gradients()
             else:
                 self.forget_copies(unit)
                 work = partial(self._update_on_cpu, unit, arrived, scalars, gradients_done)
@@ -333,7 +347,8 @@ class Executor:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = None
-            self._slots = self._sink.slots = None
+            self._slots = None
+            self._sink.outbox.trim(0)
             for unit in self.all_units:
                 if unit.module is not None:
                     streamed_module.remove(unit.module, unit)

@@ -6,7 +6,7 @@ import torch
 
 from lazytrain_plugin.kernels.adamw import accumulate
 from lazytrain_plugin.runtime.layout import UnitTensor
-from lazytrain_plugin.runtime.slots import GradientSlots
+from lazytrain_plugin.runtime.slots import Outbox
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Arrival, Unit
 from lazytrain_plugin.runtime.worker import UpdateWorker
@@ -25,7 +25,7 @@ class GradientSink:
         self._streams = streams
         self._worker = worker
         self._norm = norm
-        self.slots: GradientSlots | None = None
+        self.outbox = Outbox(streams, 1)
         self.last_micro_batch = True
         """Whether the backward that runs now completes the optimizer step's gradients."""
 
@@ -40,45 +40,26 @@ class GradientSink:
 
     def _keep_on_gpu(self, unit: Unit, gradients: Gradients) -> None:
         for tensor, gradient in gradients:
-            raw = unit.home.gradient(tensor)
             if unit.arrived.get(tensor) == Arrival.WHOLE:
                 unit.arrived[tensor] = Arrival.SUMMED
                 self._add_up(unit, tensor, first=True)
-            tensor.shaped(raw).copy_(gradient)
-            first = self._arrive(unit, tensor, raw)
+            unit.home.keep_gradient(tensor, in_storage_order(tensor, gradient))
+            first = self._arrive(unit, tensor, unit.home.gradient(tensor))
             if unit.arrived[tensor] == Arrival.SUMMED:
                 self._add_up(unit, tensor, first=first)
+                unit.home.keep_gradient(tensor, None)
 
     def _send_home(self, unit: Unit, gradients: Gradients) -> None:
         self._make_room(unit, gradients)
-        if unit.module is None:
-            sums = self._send_stem(unit, gradients)
-        else:
-            index, flat = self.slots.acquire()
-            sums = []
-            for tensor, gradient in gradients:
-                raw = tensor.gradient_view(flat)
-                tensor.shaped(raw).copy_(gradient)
-                sums.append((tensor, self._arrive(unit, tensor, raw)))
-            start = min(t.gradient_offset_bytes for t, _ in gradients)
-            end = max(t.gradient_offset_bytes + t.nbytes for t, _ in gradients)
-            unit.gradient_event = self.slots.send(index, unit, start, end)
-        self._fold(unit, [(tensor, first) for tensor, first in sums if unit.arrived[tensor] == Arrival.SUMMED])
-
-    def _send_stem(self, unit: Unit, gradients: Gradients) -> list[tuple[UnitTensor, bool]]:
-        """Stem gradients are made one by one: each goes home from where autograd put it."""
-        streams, sums = self._streams, []
+        pieces, sums = [], []
         for tensor, gradient in gradients:
             raw = in_storage_order(tensor, gradient)
-            sums.append((tensor, self._arrive(unit, tensor, raw)))
-            written = streams.record()
-            with streams.on(streams.d2h):
-                streams.wait(streams.d2h, written)
-                unit.home.gradient(tensor).copy_(raw, non_blocking=True)
-            if streams.is_cuda:
-                raw.record_stream(streams.d2h)
-            unit.gradient_event = streams.record(streams.d2h)
-        return sums
+            first = self._arrive(unit, tensor, raw)
+            if unit.arrived[tensor] == Arrival.SUMMED:
+                sums.append((tensor, first))
+            pieces.append((unit.home.gradient_buffer, tensor.gradient_offset_bytes, raw))
+        unit.gradient_event = self.outbox.send(pieces)
+        self._fold(unit, sums)
 
     def _make_room(self, unit: Unit, gradients: Gradients) -> None:
         """The gradient memory at home is about to be overwritten: what it holds must have been used."""

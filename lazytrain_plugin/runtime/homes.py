@@ -45,7 +45,8 @@ class UnitHome:
         }
         self.state_buffers: list[HostBuffer] = []
         self.gradient_buffer: HostBuffer | None = None
-        self.gradients: torch.Tensor | None = None
+        self._host_gradients: torch.Tensor | None = None
+        self._gpu_gradients: dict[UnitTensor, torch.Tensor] = {}
         self.accumulator: torch.Tensor | None = None
         self.remainder: torch.Tensor | None = None
         self.moments: dict[str, torch.Tensor] = {}
@@ -61,11 +62,9 @@ class UnitHome:
 
     def _allocate_states(self, pin: bool) -> None:
         layout, numel = self.layout, self.layout.state_numel
-        if self.updates_on_gpu:
-            self.gradients = torch.empty(layout.gradient_bytes, dtype=torch.uint8, device=self.device)
-        else:
+        if not self.updates_on_gpu:
             self.gradient_buffer = HostBuffer(layout.gradient_bytes, pin=pin)
-            self.gradients = self.gradient_buffer.tensor(torch.uint8, 0, layout.gradient_bytes)
+            self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, layout.gradient_bytes)
         if any(tensor.is_split for tensor in layout.tensors):
             self.remainder = self._state(torch.int16, numel)
         if self.native:
@@ -102,7 +101,17 @@ class UnitHome:
 
     def gradient(self, tensor: UnitTensor) -> torch.Tensor:
         """The gradient as it arrived, 1-D [numel] in storage order, in the weight's dtype."""
-        return tensor.gradient_view(self.gradients)
+        if self.updates_on_gpu:
+            return self._gpu_gradients[tensor]
+        return tensor.gradient_view(self._host_gradients)
+
+    def keep_gradient(self, tensor: UnitTensor, gradient: torch.Tensor | None) -> None:
+        """GPU updater: holds the tensor that autograd made, until the update has used it (None lets go of it)."""
+        self._gpu_gradients[tensor] = gradient
+
+    def drop_gradients(self) -> None:
+        """The gradients that rested on the GPU have been used (or are not going to be)."""
+        self._gpu_gradients.clear()
 
     def accumulated(self, tensor: UnitTensor) -> torch.Tensor:
         """The fp32 sum over micro-batches, 1-D [numel]; its memory is made at first use."""
@@ -127,7 +136,10 @@ class UnitHome:
     def write_master(self, tensor: UnitTensor, values: torch.Tensor) -> None:
         """Sets master and weight (both copies of it). `values`: fp32 or the weight's dtype, [numel]."""
         weight = self.weight(tensor)
-        if tensor.is_split:
+        if tensor.is_split and values.dtype == torch.bfloat16:
+            weight.copy_(values)  # the master of a bf16 value is that value
+            self.remainder_of(tensor).zero_()
+        elif tensor.is_split:
             split_master(values.to(weight.device, torch.float32), weight, self.remainder_of(tensor))
         else:
             weight.copy_(values)

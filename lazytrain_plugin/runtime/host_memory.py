@@ -45,17 +45,18 @@ class HostBuffer:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
-    def copy_to(self, device_flat: torch.Tensor) -> None:
+    def read_into(self, device_flat: torch.Tensor) -> None:
         """Starts copying the whole buffer to the front of a uint8 tensor on the device."""
         for start, end in self._spans:
             device_flat[start:end].copy_(self._bytes[start:end], non_blocking=True)
 
-    def copy_from(self, device_flat: torch.Tensor, start: int, end: int) -> None:
-        """Starts copying bytes [start, end) of a uint8 tensor on the device to the same place in the buffer."""
+    def write(self, offset_bytes: int, source: torch.Tensor) -> None:
+        """Starts copying a uint8 tensor on the device into the buffer at `offset_bytes`."""
         for span_start, span_end in self._spans:
-            first, last = max(start, span_start), min(end, span_end)
+            first, last = max(offset_bytes, span_start), min(offset_bytes + source.numel(), span_end)
             if first < last:
-                self._bytes[first:last].copy_(device_flat[first:last], non_blocking=True)
+                piece = source[first - offset_bytes : last - offset_bytes]
+                self._bytes[first:last].copy_(piece, non_blocking=True)
 
     def _pin(self, size: int) -> bool:
         address = self.tensor(torch.uint8, 0, 1).data_ptr()

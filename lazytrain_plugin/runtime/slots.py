@@ -1,11 +1,13 @@
-"""Staging buffers on the GPU: weights on their way in, gradients on their way out."""
+"""Weights on their way to the GPU (slots) and gradients on their way home (outbox)."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 
+from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.streams import Streams
 
 if TYPE_CHECKING:
@@ -47,8 +49,11 @@ class WeightSlots:
         self._holding: dict[Unit, WeightSlot] = {}
         self._clock = 0
 
-    def acquire(self, unit: Unit, since) -> WeightSlot:
-        """Leases the slot that holds the unit's weights; the compute stream waits until they are there."""
+    def acquire(self, unit: Unit, cause: str, since) -> WeightSlot:
+        """Leases the slot that holds the unit's weights; the compute stream waits until they are there.
+
+        What it stood still since the event `since` is booked under `cause`.
+        """
         slot = self._holding.get(unit) or self._fill(unit, frozenset())
         if slot is None:
             raise RuntimeError(
@@ -58,8 +63,11 @@ class WeightSlots:
         slot.leases += 1
         self._clock += 1
         slot.last_lease = self._clock
-        self._streams.compute_waits(slot.ready, "weights", since=since)
+        self._streams.compute_waits(slot.ready, cause, since=since)
         return slot
+
+    def holds(self, unit: Unit) -> bool:
+        return unit in self._holding
 
     def prefetch(self, unit: Unit, needed: frozenset[Unit]) -> None:
         """Starts the unit's transfer if a slot is free of `needed` units; never blocks the host."""
@@ -86,36 +94,39 @@ class WeightSlots:
         streams = self._streams
         with streams.on(streams.h2d):
             streams.wait(streams.h2d, slot.last_use)
-            unit.home.host_buffer.copy_to(slot.flat)
+            unit.home.host_buffer.read_into(slot.flat)
         slot.ready = unit.upload_event = streams.record(streams.h2d)
         slot.unit = unit
         self._holding[unit] = slot
         return slot
 
 
-class GradientSlots:
-    """Buffers in which a unit's gradients are gathered before they go home in one transfer."""
+class Outbox:
+    """Gradients on their way home: held until they have arrived, at most `count` units' worth at a time.
 
-    def __init__(self, streams: Streams, count: int, nbytes: int) -> None:
+    They go straight from where autograd put them. Holding the tensors themselves (instead of `record_stream`) lets
+    their memory be used again as soon as the compute stream has waited for the transfer, which it rarely has to.
+    """
+
+    def __init__(self, streams: Streams, count: int) -> None:
         self._streams = streams
-        self._flats = [torch.empty(nbytes, dtype=torch.uint8, device=streams.device) for _ in range(count)]
-        self._sent: list = [None] * count
-        """Per slot: when its last transfer is complete."""
-        self._next = 0
+        self._count = count
+        self._sent: deque[tuple[object, list[torch.Tensor]]] = deque()
 
-    def acquire(self) -> tuple[int, torch.Tensor]:
-        """The slot whose transfer began the longest ago; the compute stream waits until it is complete."""
-        index = self._next
-        self._next = (index + 1) % len(self._flats)
-        self._streams.compute_waits(self._sent[index], "gradients")
-        return index, self._flats[index]
-
-    def send(self, index: int, unit: Unit, start: int, end: int):
-        """Sends bytes [start, end) of the slot to the unit's gradients at home; returns the arrival event."""
+    def send(self, pieces: list[tuple[HostBuffer, int, torch.Tensor]]):
+        """Starts one transfer per piece (buffer, offset in bytes, contiguous device tensor); returns their event."""
         streams = self._streams
         written = streams.record()
         with streams.on(streams.d2h):
             streams.wait(streams.d2h, written)
-            unit.home.gradient_buffer.copy_from(self._flats[index], start, end)
-        self._sent[index] = streams.record(streams.d2h)
-        return self._sent[index]
+            for buffer, offset_bytes, tensor in pieces:
+                buffer.write(offset_bytes, tensor.view(torch.uint8))
+        arrived = streams.record(streams.d2h)
+        self._sent.append((arrived, [tensor for _, _, tensor in pieces]))
+        self.trim(self._count)
+        return arrived
+
+    def trim(self, count: int) -> None:
+        """Lets go of all but the last `count` units' gradients; the compute stream waits for their arrival first."""
+        while len(self._sent) > count:
+            self._streams.compute_waits(self._sent.popleft()[0], "gradients")

@@ -165,8 +165,9 @@ def swiglu_forward(gate, up):
     return y
 
 
-def swiglu_backward(dy, gate, up):
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+def swiglu_backward(dy, gate, up, *, in_place: bool = False):
+    """Gradients of gate and up; `in_place`: in the memory of gate and up."""
+    dgate, dup = (gate, up) if in_place else (torch.empty_like(gate), torch.empty_like(up))
     numel = gate.numel()
     if numel:
         swiglu_backward_kernel[(triton.cdiv(numel, SWIGLU_BLOCK),)](
