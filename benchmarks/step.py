@@ -1,0 +1,367 @@
+"""Times training steps of a public model shape through the engine that an ordinary script gets; prints one JSON line.
+
+    python benchmarks/step.py --shape 7b --bs 32 --gpu-gib 31
+    python benchmarks/step.py --shape 7b --bs 32 --state-bits 8 --resident-units 6 --keep-units 10
+    python benchmarks/step.py --shape 3b --bs 32 --through-trainer
+    python benchmarks/step.py --shape tiny --bs 2 --seq 64 --device cpu      # try it out without a GPU
+
+The placement comes from the planner (within `--gpu-gib`), from a file (`--plan`), or from two counts:
+`--resident-units N` puts weights and states of the first N units on the GPU (their update runs there, so the worker
+gets ahead), `--keep-units N` keeps the activations of the last N (they live the shortest).
+
+What is timed: steps in a row without any synchronisation of ours, by CUDA events on the compute stream; `s_per_step`
+is the median after warm-up, `s_per_step_sustained` is wall time from the first timed step until the last update is
+done, per step. TFLOP/s = 6 * parameters * tokens / s_per_step.
+"""
+
+import argparse
+import json
+import logging
+import os
+import resource
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+import lazytrain_plugin.install  # noqa: F401
+from lazytrain_plugin.units import GIB
+
+PHASES = ("forward", "backward", "step")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="3b", help="a name in benchmarks/shapes.py")
+    parser.add_argument("--layers", type=int, help="another depth than the shape's")
+    parser.add_argument("--bs", type=int, default=32, help="sequences of a micro-batch")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--state-bits", type=int, choices=(8, 32), default=32)
+    parser.add_argument("--clip", type=float, default=1.0, help="gradient norm limit; 0: none")
+    parser.add_argument("--gpu-gib", type=float, help="GPU budget of the planner")
+    parser.add_argument("--cpu-gib", type=float, help="host budget of the planner")
+    parser.add_argument("--gpu-cap-gib", type=float, help="allocations above this fail, once the model is placed")
+    parser.add_argument("--plan", type=Path, help="follow this plan file")
+    parser.add_argument("--resident-units", type=int, help="plan by hand: units with weights and states on the GPU")
+    parser.add_argument("--keep-units", type=int, help="plan by hand: units that keep their activations")
+    parser.add_argument("--weight-slots", type=int, default=3, help="plan by hand: staging buffers for weights")
+    parser.add_argument("--gradient-slots", type=int, default=2, help="plan by hand: staging buffers for gradients")
+    parser.add_argument("--stem-states", choices=("cpu", "gpu"), default="cpu", help="plan by hand: where they rest")
+    parser.add_argument("--save-plan", type=Path, help="write the plan that was followed here")
+    parser.add_argument("--threads", type=int, help="CPU threads of the update")
+    parser.add_argument("--no-fused", action="store_true", help="eager kernels and whole logits")
+    parser.add_argument("--through-trainer", action="store_true", help="the same through HF Trainer")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
+    set_launch_variables(arguments.device)
+    from shapes import build_model
+
+    torch.manual_seed(0)
+    # Random numbers are made fast on the device; then the model is where a loaded one would be.
+    model = build_model(arguments.shape, arguments.device, layers=arguments.layers).to("cpu")
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        config = deepspeed_config(arguments, model, Path(folder))
+        clock = Clock(arguments)
+        run = run_trainer if arguments.through_trainer else run_loop
+        engine, losses = run(arguments, model, config, clock)
+    print(json.dumps(report(arguments, engine, clock, losses, num_parameters)), flush=True)
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+def set_launch_variables(device: str) -> None:
+    """What a launcher would set for a single process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for key, value in zip(("RANK", "LOCAL_RANK", "WORLD_SIZE"), "001", strict=True):
+        os.environ.setdefault(key, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", port)
+    if device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict:
+    block = {
+        "fused_kernels": not arguments.no_fused,
+        "gpu_memory_gib": arguments.gpu_gib,
+        "cpu_memory_gib": arguments.cpu_gib,
+        "optimizer": {"state_bits": arguments.state_bits, "threads": arguments.threads},
+    }
+    if arguments.plan is not None:
+        block["plan"] = {"path": str(arguments.plan)}
+    elif arguments.resident_units is not None or arguments.keep_units is not None:
+        block["plan"] = {"path": str(folder / "plan.json")}
+        plan_by_hand(arguments, model).save(folder / "plan.json")
+    config = {
+        "train_micro_batch_size_per_gpu": arguments.bs,
+        "gradient_accumulation_steps": arguments.accumulation,
+        "gradient_clipping": arguments.clip,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "steps_per_print": 10**9,
+        "lazytrain": block,
+    }
+    if not arguments.through_trainer:
+        adamw = {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+        config["optimizer"] = {"type": "AdamW", "params": adamw}
+    return config
+
+
+def plan_by_hand(arguments: argparse.Namespace, model):
+    from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+    from lazytrain_plugin.runtime.discovery import discover
+    from lazytrain_plugin.vocab import Activations, Tier, Updater
+
+    found = discover(model)
+    resident, keep = arguments.resident_units or 0, arguments.keep_units or 0
+    sides = {"cpu": (Tier.CPU, Updater.CPU), "gpu": (Tier.GPU, Updater.GPU)}
+
+    def unit(name, weights: Tier, states: str, activations=Activations.RECOMPUTE) -> UnitPlan:
+        tier, updater = sides[states]
+        return UnitPlan(
+            name=name,
+            weights=weights,
+            states=tier,
+            updater=updater,
+            state_bits=arguments.state_bits,
+            activations=activations,
+            reason="by hand",
+        )
+
+    units = []
+    for position, streamed in enumerate(found.units):
+        on_gpu = position < resident
+        kept = position >= len(found.units) - keep
+        activations = Activations.KEEP if kept else Activations.RECOMPUTE
+        weights = Tier.GPU if on_gpu else Tier.CPU
+        units.append(unit(streamed.name, weights, "gpu" if on_gpu else "cpu", activations))
+    stem_home = Tier.GPU if arguments.device == "cuda" else Tier.CPU
+    stem_states = arguments.stem_states if arguments.device == "cuda" else "cpu"
+    return PlacementPlan(
+        units=tuple(units),
+        stem=tuple(unit(part.name, stem_home, stem_states) for part in found.stem),
+        weight_slots=arguments.weight_slots,
+        gradient_slots=arguments.gradient_slots,
+    )
+
+
+class Clock:
+    """Marks on the device's own time line, read after the run; and peak memory of the timed steps."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.is_cuda = arguments.device == "cuda"
+        self.warmup, self.accumulation = arguments.warmup, arguments.accumulation
+        self.cap_gib = arguments.gpu_cap_gib
+        self.marks: list[tuple[str, object]] = []
+        self.started_s = self.ended_s = 0.0
+        self.steps = 0
+
+    def mark(self, name: str) -> None:
+        if self.is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        else:
+            event = time.perf_counter()
+        self.marks.append((name, event))
+
+    def placed(self) -> None:
+        """The model is where it belongs: from here on the cap holds."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+            if self.cap_gib is not None:
+                torch.cuda.set_per_process_memory_fraction(self.cap_gib * GIB / torch.cuda.mem_get_info()[1])
+
+    def step_begins(self) -> None:
+        if self.steps == self.warmup:
+            if self.is_cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            self.marks.clear()
+            self.started_s = time.perf_counter()
+        self.mark("begin")
+        self.steps += 1
+
+    def end(self, engine) -> None:
+        self.mark("begin")
+        engine.flush()
+        self.ended_s = time.perf_counter()
+
+    @property
+    def timed_steps(self) -> int:
+        return self.steps - self.warmup
+
+    def elapsed(self) -> dict[str, list[float]]:
+        """Seconds per timed step, in all and by phase (phases of all micro-batches together)."""
+        spans: dict[str, list[float]] = {"total": [], **{phase: [] for phase in PHASES}}
+        begin = None
+        for (name, event), (_, following) in zip(self.marks, [*self.marks[1:], (None, None)], strict=True):
+            if name == "begin":
+                if begin is not None:
+                    spans["total"].append(self._between(begin, event))
+                if following is None:
+                    return spans
+                begin = event
+                for phase in PHASES:
+                    spans[phase].append(0.0)
+            spans["forward" if name == "begin" else name][-1] += self._between(event, following)
+        raise AssertionError("the last mark is the end of the last step")
+
+    def _between(self, first, second) -> float:
+        return first.elapsed_time(second) / 1e3 if self.is_cuda else second - first
+
+
+def run_loop(arguments: argparse.Namespace, model, config: dict, clock: Clock):
+    """A plain `deepspeed.initialize` loop."""
+    import deepspeed
+
+    deepspeed.init_distributed("nccl" if arguments.device == "cuda" else "gloo")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    clock.placed()
+    device = torch.device(arguments.device)
+    vocab_size = model.config.vocab_size
+    tokens = torch.randint(0, vocab_size, (arguments.accumulation, arguments.bs, arguments.seq), device=device)
+    losses = []
+    for _ in range(arguments.warmup + arguments.steps):
+        clock.step_begins()
+        for micro_batch in tokens:
+            loss = engine(input_ids=micro_batch, labels=micro_batch).loss
+            clock.mark("backward")
+            engine.backward(loss)
+            clock.mark("step")
+            engine.step()
+            clock.mark("forward")
+        losses.append(loss.detach())
+    clock.end(engine)
+    return engine, [loss.item() for loss in losses]
+
+
+def run_trainer(arguments: argparse.Namespace, model, config: dict, clock: Clock):
+    """HF Trainer on as many random sequences as the steps need."""
+    import transformers
+
+    vocab_size = model.config.vocab_size
+    tokens = torch.randint(0, vocab_size, (arguments.accumulation * arguments.bs, arguments.seq))
+    num_steps = arguments.warmup + arguments.steps
+
+    class Sequences(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(tokens) * num_steps
+
+        def __getitem__(self, index: int) -> dict:
+            row = tokens[index % len(tokens)]
+            return {"input_ids": row, "labels": row}
+
+    losses = []
+
+    class TimedTrainer(transformers.Trainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append((loss[0] if isinstance(loss, tuple) else loss).detach())
+            return loss
+
+    class Marks(transformers.TrainerCallback):
+        def on_step_begin(self, *args, **kwargs) -> None:
+            clock.step_begins()
+
+        def on_train_begin(self, *args, **kwargs) -> None:
+            clock.placed()
+
+        def on_train_end(self, *args, **kwargs) -> None:
+            clock.end(trainer.model_wrapped)
+
+    with tempfile.TemporaryDirectory() as folder:
+        training = transformers.TrainingArguments(
+            folder,
+            per_device_train_batch_size=arguments.bs,
+            gradient_accumulation_steps=arguments.accumulation,
+            max_steps=num_steps,
+            learning_rate=1e-5,
+            weight_decay=0.01,
+            max_grad_norm=arguments.clip,
+            lr_scheduler_type="constant",
+            bf16=True,
+            deepspeed=config,
+            use_cpu=arguments.device == "cpu",
+            logging_steps=10**9,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = TimedTrainer(model, training, train_dataset=Sequences(), callbacks=[Marks()])
+        trainer.train()
+    # Trainer divides each micro-batch's loss by the labels of the whole step: their sum is the step's mean.
+    steps = zip(*[iter(losses)] * arguments.accumulation, strict=True)
+    return trainer.model_wrapped, [sum(loss.item() for loss in step) for step in steps]
+
+
+def report(arguments: argparse.Namespace, engine, clock: Clock, losses: list[float], num_parameters: int) -> dict:
+    from lazytrain_plugin.kernels.native import kernel_info
+    from lazytrain_plugin.vocab import Activations, Tier
+
+    spans = clock.elapsed()
+    s_per_step = statistics.median(spans["total"])
+    num_tokens = arguments.bs * arguments.seq * arguments.accumulation
+    plan = engine.lazytrain.executor.plan
+    if arguments.save_plan is not None:
+        plan.save(arguments.save_plan)
+    kernels = kernel_info()
+    result = {
+        "system": "lazytrain" + ("-trainer" if arguments.through_trainer else ""),
+        "shape": arguments.shape if arguments.layers is None else f"{arguments.shape}/{arguments.layers}",
+        "parameters": num_parameters,
+        "bs": arguments.bs,
+        "seq": arguments.seq,
+        "accumulation": arguments.accumulation,
+        "state_bits": arguments.state_bits,
+        "fused": not arguments.no_fused and clock.is_cuda,
+        "resident_units": sum(unit.weights == Tier.GPU for unit in plan.units),
+        "keep_units": sum(unit.activations == Activations.KEEP for unit in plan.units),
+        "units": len(plan.units),
+        "slots": [plan.weight_slots, plan.gradient_slots],
+        "s_per_step": round(s_per_step, 4),
+        "s_per_step_sustained": round((clock.ended_s - clock.started_s) / clock.timed_steps, 4),
+        "tflops": round(6 * num_parameters * num_tokens / s_per_step / 1e12, 1),
+        "tokens_per_s": round(num_tokens / s_per_step),
+    }
+    if not arguments.through_trainer:
+        result |= {f"{phase}_s": round(statistics.median(spans[phase]), 4) for phase in PHASES}
+    waits = engine.lazytrain.trace.summary(last=clock.timed_steps)
+    result["waits_s"] = {cause: round(seconds, 4) for cause, seconds in waits.items()}
+    if clock.is_cuda:
+        result |= {
+            "gpu_peak_allocated_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+            "gpu_peak_reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
+            "gpu": torch.cuda.get_device_name(),
+        }
+    result |= {
+        "rss_gib": round(psutil.Process().memory_info().rss / GIB, 2),
+        "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
+        "cpu_threads": kernels.threads,
+        "cpu_isa": kernels.isa,
+        "torch": torch.__version__,
+        "s_of_each_step": [round(seconds, 4) for seconds in spans["total"]],
+        "losses": [round(loss, 4) for loss in losses],
+    }
+    return result
+
+
+if __name__ == "__main__":
+    main()
