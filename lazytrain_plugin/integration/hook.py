@@ -23,6 +23,7 @@ from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.integration import hf_loading
 from lazytrain_plugin.integration.logs import setup_logging
+from lazytrain_plugin.integration.single_process import provide_rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ def _patch_initialize(deepspeed: ModuleType) -> None:
                 'give the plain model, or switch LazyTrain off with "lazytrain": {"enabled": false}.'
             )
         setup_logging()
+        provide_rendezvous()
         with _engine_class(deepspeed), _config_active(config):
             engine_and_rest = original(*args, **kwargs)
         logger.info(
