@@ -38,10 +38,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """Bit-equality is asserted everywhere here."""
+    """Bit-equality is asserted everywhere here; models this small are slower on more threads, much so on a busy box."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True, scope="session")
