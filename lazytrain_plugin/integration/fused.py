@@ -36,7 +36,7 @@ def apply_fused_kernels(model: nn.Module, device: torch.device | str) -> list[st
     """Patches `model` (a transformers model, or a PEFT wrapper of one) for training on `device`.
 
     Returns one line per kind of kernel: what was applied to how much, or "not applied" and why; the same is logged
-    once. On a device without CUDA nothing is applied: plain torch is as fast there and gives plain torch's bits.
+    once. On a device without CUDA nothing is applied: training there keeps plain torch's bits.
     Applying twice is harmless.
     """
     device = torch.device(device)

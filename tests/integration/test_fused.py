@@ -20,6 +20,9 @@ from lazytrain_plugin.errors import LazyTrainError
 from lazytrain_plugin.integration import fused, fused_modules
 from lazytrain_plugin.integration.deferred_logits import DeferredLogits
 from lazytrain_plugin.kernels import cross_entropy
+from lazytrain_plugin.kernels.cross_entropy import CHUNK_TOKENS
+from lazytrain_plugin.profile import model as model_profile
+from tests.runtime.rig import make_executor, plan_for
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 COMMON = {
@@ -569,6 +572,48 @@ def test_a_kept_graph_runs_twice(device):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, once[name]), name
     fused.remove(model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3"])
+def test_every_plan_of_the_executor_gives_the_same_bits(family, device):
+    """Streamed weights, recomputed and kept graphs, updates that run while the next forward does."""
+    weights = {}
+    for home, keep in (("cpu", "none"), ("cpu", "all"), ("mixed", "mixed")):
+        model = make(family)
+        executor = make_executor(model, plan_for(model, home=home, keep=keep, device=device), device=device)
+        fuse_modules(model)
+        fused.apply_chunked_loss(model)
+        for step in range(3):
+            executor.begin_forward()
+            output = model(**batch(device, seed=step), use_cache=False)
+            assert isinstance(output.logits, DeferredLogits)
+            output.loss.backward()
+            executor.step(1.0)
+            fused.weights_changed(model)
+        with pytest.raises(LazyTrainError):
+            output.logits.sum()
+        executor.flush()
+        weights[home, keep] = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+        executor.close()
+        fused.remove(model)
+
+    reference = make(family, device)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(3):
+        reference(**batch(device, seed=step)).loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    first, *others = weights.values()
+    for name, parameter in reference.named_parameters():
+        assert all(torch.equal(first[name], other[name]) for other in others), name
+        # Adam turns tiny gradients into full steps: a share of elements may differ, the tensor may not.
+        assert (first[name] - parameter.detach().cpu()).norm() <= 1e-3 * parameter.norm().cpu(), name
+
+
+def test_the_planner_counts_with_the_same_chunk():
+    assert model_profile.LOSS_CHUNK_TOKENS == CHUNK_TOKENS
 
 
 def test_on_the_cpu_nothing_is_applied_and_it_says_so(caplog):
