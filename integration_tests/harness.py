@@ -27,7 +27,7 @@ STEPS = 5
 MICRO_BATCH = 2
 LEARNING_RATE = 1e-2
 
-_LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -54,15 +54,15 @@ def process_group() -> Iterator[None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    values = dict(zip(_LAUNCH_VARIABLES, ("0", "0", "1", "127.0.0.1", port), strict=True))
-    with _environment(values):
+    values = dict(zip(LAUNCH_VARIABLES, ("0", "0", "1", "127.0.0.1", port), strict=True))
+    with environment(values):
         deepspeed.comm.init_distributed("gloo")
         yield
         torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str | None]) -> Iterator[None]:
+def environment(values: dict[str, str | None]) -> Iterator[None]:
     before = {key: os.environ.get(key) for key in values}
     for key, value in values.items():
         os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
@@ -74,7 +74,7 @@ def _environment(values: dict[str, str | None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fresh_accelerate_state() -> Iterator[None]:
+def fresh_accelerate_state() -> Iterator[None]:
     """Accelerate and transformers keep the DeepSpeed config of the last run in globals and in the environment."""
 
     def reset() -> None:
@@ -150,19 +150,19 @@ def round_half_away(master: Tensor) -> Tensor:
 def run_plain(work: Work, folder: Path, device: str, **options: Any) -> Run:
     """HF Trainer without DeepSpeed; in bf16, the reference with fp32 masters."""
     model = build_model(work.model, work.trained)
-    with _environment(dict.fromkeys(_LAUNCH_VARIABLES)), _fresh_accelerate_state():
-        arguments = _arguments(work, folder, device, **options)
+    with environment(dict.fromkeys(LAUNCH_VARIABLES)), fresh_accelerate_state():
+        training_arguments = _arguments(work, folder, device, **options)
         if work.dtype == "fp32":
-            trainer = InOrderTrainer(model, arguments, train_dataset=_samples(work))
+            trainer = InOrderTrainer(model, training_arguments, train_dataset=_samples(work))
         else:
             masters = {parameter: parameter.detach().clone() for parameter in model.parameters()}
             for parameter in model.parameters():
                 parameter.data = round_half_away(parameter.data)
-            arguments.max_grad_norm = 0.0  # MasterOptimizer clips, on the fp32 sums
-            trainer = MasterTrainer(model, arguments, train_dataset=_samples(work))
+            training_arguments.max_grad_norm = 0.0  # MasterOptimizer clips, on the fp32 sums
+            trainer = MasterTrainer(model, training_arguments, train_dataset=_samples(work))
             trainer.masters, trainer.max_norm = masters, work.max_norm
             MasterOptimizer.model_order = list(model.parameters())
-        return _train(trainer, None)
+        return finish(trainer, None)
 
 
 def run_lazytrain(
@@ -189,9 +189,9 @@ def run_lazytrain(
             **(block or {}),
         }
     )
-    with _fresh_accelerate_state():
-        arguments = _arguments(work, folder, device, deepspeed=ds_config, bf16=work.dtype == "bf16", **options)
-        return _train(trainer_class(model, arguments, train_dataset=_samples(work)), resume)
+    with fresh_accelerate_state():
+        training_arguments = _arguments(work, folder, device, deepspeed=ds_config, bf16=work.dtype == "bf16", **options)
+        return finish(trainer_class(model, training_arguments, train_dataset=_samples(work)), resume)
 
 
 def deepspeed_config(block: dict[str, Any]) -> dict[str, Any]:
@@ -239,11 +239,16 @@ def _samples(work: Work) -> list[dict[str, Tensor]]:
 
 
 def _arguments(work: Work, folder: Path, device: str, **options: Any) -> transformers.TrainingArguments:
+    of_the_work = {"gradient_accumulation_steps": work.accumulation, "max_grad_norm": work.max_norm}
+    return arguments(folder, device, **(of_the_work | options))
+
+
+def arguments(folder: Path, device: str, **options: Any) -> transformers.TrainingArguments:
+    """Short, silent training that logs every step and saves nothing, changed by `options`."""
     defaults = {
         "max_steps": STEPS,
         "per_device_train_batch_size": MICRO_BATCH,
-        "gradient_accumulation_steps": work.accumulation,
-        "max_grad_norm": work.max_norm,
+        "max_grad_norm": 0.0,
         "learning_rate": LEARNING_RATE,
         "weight_decay": 0.1,
         "lr_scheduler_type": "cosine",
@@ -261,7 +266,8 @@ def _arguments(work: Work, folder: Path, device: str, **options: Any) -> transfo
     return transformers.TrainingArguments(str(folder), **(defaults | options))
 
 
-def _train(trainer: transformers.Trainer, resume: str | None) -> Run:
+def finish(trainer: transformers.Trainer, resume: str | None = None) -> Run:
+    """Trains, and collects what the run leaves behind."""
     trainer.train(resume_from_checkpoint=resume)
     if hasattr(trainer.model_wrapped, "flush"):
         trainer.model_wrapped.flush()
