@@ -1,7 +1,47 @@
 """LazyTrain: a DeepSpeed offload engine that plans every tensor's place.
 
-Importing this package imports nothing else (the `torch.backends` entry point imports it in
-every process that imports torch), so public names are resolved on first use.
+Importing this package imports nothing else (the `torch.backends` entry point imports it in every process that imports
+torch), so public names are resolved on first use.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.config.schema import LazyTrainConfig, OptimizerConfig, PlanConfig
+    from lazytrain_plugin.errors import LazyTrainError
+    from lazytrain_plugin.integration.accelerate_plugin import LazyTrainPlugin
+    from lazytrain_plugin.plan.result import PlacementPlan
+
 __version__ = "0.1.0"
+
+_HOME_OF = {
+    "LazyTrainConfig": "lazytrain_plugin.config.schema",
+    "OptimizerConfig": "lazytrain_plugin.config.schema",
+    "PlanConfig": "lazytrain_plugin.config.schema",
+    "LazyTrainError": "lazytrain_plugin.errors",
+    "LazyTrainPlugin": "lazytrain_plugin.integration.accelerate_plugin",
+    "PlacementPlan": "lazytrain_plugin.plan.result",
+}
+
+__all__ = [
+    "LazyTrainConfig",
+    "LazyTrainError",
+    "LazyTrainPlugin",
+    "OptimizerConfig",
+    "PlacementPlan",
+    "PlanConfig",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
