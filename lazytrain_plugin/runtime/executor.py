@@ -159,9 +159,9 @@ class Executor:
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self.device)
-        for unit in self.stem:
+        for unit in self.all_units:
             for tensor in unit.trained:
-                hook = partial(self._take_stem_gradient, unit, tensor)
+                hook = partial(self._take_gradient, unit, tensor)
                 self._hooks.append(tensor.parameter.register_post_accumulate_grad_hook(hook))
 
     # Running units.
@@ -259,7 +259,8 @@ class Executor:
             if owner is not unit:
                 self._sink.deliver(owner, [(tensor, gradient)])
 
-    def _take_stem_gradient(self, unit: Unit, tensor: UnitTensor, parameter: nn.Parameter) -> None:
+    def _take_gradient(self, unit: Unit, tensor: UnitTensor, parameter: nn.Parameter) -> None:
+        """A gradient from outside every unit's node: all of a stem weight's, and a penalty's on a streamed weight."""
         gradient, parameter.grad = parameter.grad, None
         self._sink.deliver(unit, [(tensor, gradient.to_dense() if gradient.is_sparse else gradient)])
 

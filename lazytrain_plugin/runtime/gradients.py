@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from lazytrain_plugin.kernels.adamw import accumulate
@@ -26,6 +28,8 @@ class GradientSink:
         self._worker = worker
         self._norm = norm
         self.outbox = Outbox(streams, 1)
+        # autograd has a thread per device: a penalty on weights at home is differentiated while units are.
+        self._one_delivery = threading.Lock()
         self.last_micro_batch = True
         """Whether the backward that runs now completes the optimizer step's gradients."""
 
@@ -33,10 +37,11 @@ class GradientSink:
         """Takes gradients of one backward of one unit. Launches on the current (compute) stream."""
         if not gradients:
             return
-        if unit.home.updates_on_gpu:
-            self._keep_on_gpu(unit, gradients)
-        else:
-            self._send_home(unit, gradients)
+        with self._one_delivery:
+            if unit.home.updates_on_gpu:
+                self._keep_on_gpu(unit, gradients)
+            else:
+                self._send_home(unit, gradients)
 
     def _keep_on_gpu(self, unit: Unit, gradients: Gradients) -> None:
         for tensor, gradient in gradients:
