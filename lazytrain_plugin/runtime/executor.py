@@ -21,6 +21,7 @@ from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import UnitTensor, lay_out
 from lazytrain_plugin.runtime.node import LocalGraph, UnitCall, leaves_of, refuse_unknown_leaf
 from lazytrain_plugin.runtime.norms import GradientNorm, LaneNorm, TorchNorm
+from lazytrain_plugin.runtime.outside_changes import OutsideChanges
 from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
 from lazytrain_plugin.runtime.slots import Outbox, WeightSlots
 from lazytrain_plugin.runtime.streams import Streams
@@ -72,6 +73,7 @@ class Executor:
         self.plan: PlacementPlan | None = None
         self._slots: WeightSlots | None = None
         self._idle_since = None
+        self._outside = OutsideChanges(self)
         self._hooks: list = []
         self._find_tensors(discovery, dtypes)
         native = isinstance(updater, NativeAdamW)
@@ -265,7 +267,8 @@ class Executor:
         self._sink.deliver(unit, [(tensor, gradient.to_dense() if gradient.is_sparse else gradient)])
 
     def begin_forward(self) -> None:
-        """Called before the model runs, so that the time since the last gradient is booked."""
+        """Called before the model runs: books the time since the last gradient, and takes over changed weights."""
+        self._outside.take_over()
         if self._idle_since is not None and self.streams.is_cuda:
             self.streams.trace.add_events("step", self._idle_since, self.streams.record(timing=True))
         self._idle_since = None
@@ -306,7 +309,7 @@ class Executor:
                 self.forget_copies(unit)
                 work = partial(self._update_on_cpu, unit, arrived, scalars, gradients_done)
                 ticket = self.worker.submit(work, f"optimizer update of {unit.name}")
-                unit.mark_pending(ticket, partial(self.settle, unit))
+                unit.mark_pending(ticket, partial(self._outside.settle_for_user, unit))
         return norm, True
 
     def _update_on_cpu(
@@ -331,7 +334,14 @@ class Executor:
             self._slots.drop(unit)
 
     def flush(self) -> None:
-        """Waits until every update is done and every parameter shows its new value."""
+        """Waits until every update is done and every parameter shows its new value; takes changed weights over."""
+        self._wait()
+        if self.plan is not None:
+            self._outside.take_over()
+            # Nothing is pending now, so nobody would notice who writes through `.data`.
+            self._outside.suspect_all()
+
+    def _wait(self) -> None:
         for unit in self.all_units:
             self.settle(unit)
         self.worker.drain()
@@ -342,7 +352,7 @@ class Executor:
         if self._hooks is None:
             return
         try:
-            self.flush()
+            self._wait()
         finally:
             self.worker.close()
             for hook in self._hooks:

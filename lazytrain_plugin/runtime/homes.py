@@ -147,8 +147,20 @@ class UnitHome:
 
     def publish(self, tensor: UnitTensor) -> None:
         """Brings the GPU-resident weight up to date with the host copy that was just written."""
-        if self.on_gpu and self.host_weights is not None:
+        if self.has_two_copies:
             self.gpu_weights[tensor].copy_(tensor.weight_view(self.host_weights), non_blocking=True)
+
+    @property
+    def has_two_copies(self) -> bool:
+        """GPU-resident weights whose updates run on a copy in host memory."""
+        return self.on_gpu and self.host_weights is not None
+
+    def take_shown_weights(self) -> None:
+        """Trained weights that were changed on the GPU from outside: host copy and master take their values."""
+        for tensor in self.layout.trained:
+            shown = self.gpu_weights[tensor].to("cpu")
+            if not torch.equal(shown, tensor.weight_view(self.host_weights)):
+                self.write_master(tensor, shown)
 
     def read_moments(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
         moments = {}

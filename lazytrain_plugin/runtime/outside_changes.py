@@ -1,0 +1,84 @@
+"""What was done to weights from outside between two runs of the model: taken over, or refused by name.
+
+New values (`load_state_dict`, an average copied in for evaluation, clipping of weights) count from the next forward on:
+stale copies in slots are dropped, and of two copies the one that `parameter.data` shows is the true one. In-place
+operations raise a parameter's version. Writes through `.data` do not; so weights that someone reached for while their
+update was pending, and all weights after a flush or when training turns into evaluation or back, are compared in full.
+What is written through `.data` between a forward and its step goes unseen where a weight has two copies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazytrain_plugin.errors import UnsupportedModelError
+from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.runtime.executor import Executor
+
+
+class OutsideChanges:
+    """Watches the weights of one executor."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._was_training = executor.model.training
+        self._versions: dict[Unit, int] = {}
+        """Sum of the parameters' versions when they were last looked at."""
+        self._touched: set[Unit] = set()
+        """Units whose weights someone may have changed without a trace."""
+
+    def suspect_all(self) -> None:
+        self._touched.update(self._executor.all_units)
+
+    def settle_for_user(self, unit: Unit) -> None:
+        """Someone wants a pending weight's data."""
+        self._touched.add(unit)
+        self._executor.settle(unit)
+
+    def take_over(self) -> None:
+        """Called before the model runs.
+
+        Raises:
+            UnsupportedModelError: a weight's memory is no longer its home (`p.data = ...`, resized embeddings): the
+                next transfer would undo that.
+        """
+        executor, training = self._executor, self._executor.model.training
+        mode_changed, self._was_training = training != self._was_training, training
+        for unit in executor.all_units:
+            if unit.lease_depth:
+                continue
+            version = _check_memory(unit)
+            if version != self._versions.get(unit) or unit in self._touched or mode_changed:
+                executor.forget_copies(unit)
+                if unit.home.has_two_copies:
+                    executor.settle(unit)
+                    unit.home.take_shown_weights()
+            self._versions[unit] = version
+        self._touched.clear()
+
+
+def _check_memory(unit: Unit) -> int:
+    """Refuses weights that were moved; returns the sum of the parameters' versions."""
+    version = 0
+    with torch._C.DisableTorchFunctionSubclass():  # looking at addresses must not wait for updates
+        for tensor, view in unit.home.views.items():
+            if tensor.parameter.data_ptr() != view.data_ptr():
+                _refuse_moved(tensor)
+            version += tensor.parameter._version
+    return version
+
+
+def _refuse_moved(tensor: UnitTensor) -> None:
+    if tensor.parameter.shape == tensor.shape:
+        remedy = "write new values into it with p.data.copy_(values) or load_state_dict"
+    else:
+        remedy = "resize it before the Trainer (or accelerator.prepare) sees the model"
+    raise UnsupportedModelError(
+        f"{tensor.name} was given other memory through .data after the engine was made (shape now "
+        f"{tuple(tensor.parameter.shape)}, managed as {tuple(tensor.shape)}); {remedy}"
+    )
