@@ -51,6 +51,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
                 f"LazyTrain trains on one process in this version, and this job has {dist.get_world_size()}; start it "
                 'with --num_processes 1, or set "lazytrain": {"enabled": false}'
             )
+        refuse_special_parameters(model)
         super()._configure_distributed_model(model)
         self._home_dtypes = home_dtypes(model, self.bfloat16_enabled(), self._keep_fp32_pattern())
 
@@ -193,6 +194,17 @@ class ApplyGuard:
 
     def __reduce__(self) -> Any:
         raise TypeError("a model managed by LazyTrain can't be pickled whole; save its state_dict() instead")
+
+
+def refuse_special_parameters(model: nn.Module) -> None:
+    """Raises UnsupportedModelError for a parameter that is more than a dense tensor."""
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise UnsupportedModelError(
+                f"{name} is a {type(parameter).__name__}: LazyTrain moves plain nn.Parameter weights only (quantized, "
+                "lazy and sharded ones keep data elsewhere that would not move with them). Load the model unquantized "
+                "in bf16 and run lazy modules once, or disable LazyTrain"
+            )
 
 
 def home_dtypes(model: nn.Module, bf16: bool, keep_fp32: Any) -> dict[nn.Parameter, torch.dtype]:
