@@ -140,6 +140,10 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         """One rank: gradients are where they belong already."""
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
 
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        super()._take_model_step(lr_kwargs)
+        fused.weights_changed(self.module)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """One rank: there is nothing to hold back."""

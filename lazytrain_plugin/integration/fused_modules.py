@@ -118,7 +118,9 @@ def _swiglu_forward(self, x):
     gate, up = self.gate_proj(x), self.up_proj(x)
     if gate.dtype != up.dtype or gate.dtype not in _FUSED_DTYPES or gate.shape != up.shape:
         return self.down_proj(self.act_fn(gate) * up)
-    return self.down_proj(swiglu(gate, up))
+    # A hook on a projection may have kept its output for somebody who looks at it after backward.
+    watched = any(projection._forward_hooks for projection in (self.gate_proj, self.up_proj))
+    return self.down_proj(swiglu(gate, up, consume=not watched))
 
 
 def _has_gated_projections(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """RMSNorm, SwiGLU and RoPE as single autograd nodes: fewer passes over memory, fewer saved tensors.
 
 CUDA tensors go to Triton, others to the plain torch below, which is also the tests' oracle. Rounding follows Hugging
-Face's eager code. Nothing is overwritten in place while a graph is retained, so a kept graph may run twice. (Liger-Kernel 0.8.5 has these operations too; its SwiGLU backward overwrites the saved gate and up, its
+Face's eager code. Nothing is overwritten in place (but see `swiglu`), so a kept graph may run twice. (Liger-Kernel 0.8.5 has these operations too; its SwiGLU backward overwrites the saved gate and up, its
 RoPE rotates its inputs in place, and its patches are per model type and partly process-wide: hence our own.)
 
     rms_norm   y = w * round(x * rstd), round(w * x * rstd), or round((1 + w) * x * rstd)
@@ -29,9 +29,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: NormRo
     return _RMSNorm.apply(x, weight, eps, rounding)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, element by element; one shape and one floating dtype."""
-    return _SwiGLU.apply(gate, up)
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, consume: bool = False) -> torch.Tensor:
+    """silu(gate) * up, element by element; one shape and one floating dtype.
+
+    `consume`: nobody else looks at `gate` and `up`, so a backward that frees its graph may write their gradients over
+    them (CUDA). That spares two of a layer's largest tensors at the peak of its backward.
+    """
+    return _SwiGLU.apply(gate, up, consume)
 
 
 def rope(
@@ -90,7 +94,8 @@ class _RMSNorm(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up):
+    def forward(ctx, gate, up, consume):
+        ctx.consume = consume
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         if gate.is_cuda:
@@ -108,15 +113,13 @@ class _SwiGLU(torch.autograd.Function):
         if gate.is_cuda:
             from lazytrain_plugin.kernels.triton.elementwise import swiglu_backward
 
-            # A graph that is freed now needs neither input again: writing over them spares two of the largest
-            # tensors of a layer at the peak of its backward.
-            in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
+            in_place = ctx.consume and not torch._C._autograd._get_current_graph_task_keep_graph()
             with torch.cuda.device(gate.device):
-                return swiglu_backward(dy, gate, up, in_place=in_place)
+                return *swiglu_backward(dy, gate, up, in_place=in_place), None
         gate32 = gate.float()
         sigmoid = torch.sigmoid(gate32)
         dgate = dy.float() * up.float() * sigmoid * (1.0 + gate32 * (1.0 - sigmoid))
-        return dgate.to(gate.dtype), (dy.float() * (gate32 * sigmoid).to(gate.dtype).float()).to(up.dtype)
+        return dgate.to(gate.dtype), (dy.float() * (gate32 * sigmoid).to(gate.dtype).float()).to(up.dtype), None
 
 
 class _RoPE(torch.autograd.Function):
