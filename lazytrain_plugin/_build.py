@@ -24,7 +24,11 @@ FLAGS = [
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes"),
 ]
 LINK_FLAGS = ["-shared", "-pthread", "-static-libstdc++", "-static-libgcc"]
-AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+AVX512_FLAGS = [
+    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"),
+    # gcc 12's own AVX-512 headers warn about their undefined pass-through operands
+    *("-Wno-maybe-uninitialized", "-Wno-uninitialized"),
+]
 
 
 def find_compiler() -> str | None:
@@ -49,11 +53,8 @@ def build_library(output: Path) -> None:
     objects = {"library": ("library.cpp", []), "pool": ("pool.cpp", []), "generic": ("kernels.cpp", _table("generic"))}
     if platform.machine() in ("x86_64", "AMD64"):
         objects["avx2"] = ("kernels.cpp", [*_table("avx2"), "-mavx2"])
-        # gcc 12's own AVX-512 headers warn about their undefined pass-through operands
-        objects["avx512"] = (
-            "kernels.cpp",
-            [*_table("avx512"), *AVX512_FLAGS, "-Wno-maybe-uninitialized", "-Wno-uninitialized"],
-        )
+        objects["avx512"] = ("kernels.cpp", [*_table("avx512"), *AVX512_FLAGS])
+        objects["avx512vbmi"] = ("kernels.cpp", [*_table("avx512vbmi"), *AVX512_FLAGS, "-mavx512vbmi"])
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build-") as folder, ThreadPoolExecutor() as pool:
         commands = [

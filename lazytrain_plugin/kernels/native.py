@@ -24,7 +24,7 @@ from lazytrain_plugin.kernels.state8 import Moment8
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("liblazytrain_kernels.so")
-ISAS = ("avx512", "avx2", "generic")
+ISAS = ("avx512vbmi", "avx512", "avx2", "generic")
 PLAIN_TORCH = "torch"
 _ABI_VERSION = 1
 
@@ -34,7 +34,7 @@ _forced_plain_torch = False
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
-    """`isa`: "avx512", "avx2", "generic", or "torch" when the library is not used; `library`: its path, or None."""
+    """`isa`: "avx512vbmi", "avx512", "avx2", "generic", or "torch" when the library is not used; `library`: its path, or None."""
 
     isa: str
     threads: int

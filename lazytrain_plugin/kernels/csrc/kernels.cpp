@@ -106,6 +106,19 @@ template <bool kSplit, bool kBf16, bool kL2>
 void adamw_fp32_range(const AdamW& a, int64_t begin, int64_t end) {
     const Uniform s = Uniform::make(a.scalars);
     int64_t i = begin;
+#if LT_PREFETCH
+    for (; i + LT_PREFETCH <= end; i += LT_PREFETCH) {
+        const int64_t n = i + LT_PREFETCH;
+        if (n + LT_PREFETCH <= end) {
+            for (int64_t k = 0; k < LT_PREFETCH; k += 16) __builtin_prefetch(a.exp_avg + n + k, 1, 2);
+            for (int64_t k = 0; k < LT_PREFETCH; k += 16) __builtin_prefetch(a.exp_avg_sq + n + k, 1, 2);
+            for (int64_t k = 0; k < LT_PREFETCH; k += 32) __builtin_prefetch((char*)a.weight + 2 * (n + k), 1, 2);
+            for (int64_t k = 0; k < LT_PREFETCH; k += 32) __builtin_prefetch((char*)a.remainder + 2 * (n + k), 1, 2);
+            for (int64_t k = 0; k < LT_PREFETCH; k += 32) __builtin_prefetch((char*)a.gradient + 2 * (n + k), 0, 2);
+        }
+        for (int64_t k = i; k < n; k += W) fp32_vector<kSplit, kBf16, kL2>(s, a.weight, a.remainder, a.gradient, a.exp_avg, a.exp_avg_sq, k);
+    }
+#endif
     for (; i + W <= end; i += W) fp32_vector<kSplit, kBf16, kL2>(s, a.weight, a.remainder, a.gradient, a.exp_avg, a.exp_avg_sq, i);
     if (i == end) return;
     Tail t;
@@ -216,6 +229,9 @@ void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
     const Uniform s = Uniform::make(a.scalars);
     const Book mb = Book::make(*a.signed_book), vb = Book::make(*a.unsigned_book);
     alignas(64) float m_buffer[kBlock], v_buffer[kBlock];
+    Planes m_planes, v_planes;
+    Planes::fill(m_planes, mb.values);
+    Planes::fill(v_planes, vb.values);
 
     for (int64_t at = begin; at < end; at += kBlock) {
         const int64_t count = end - at < kBlock ? end - at : kBlock, whole = count / W * W;
@@ -223,10 +239,18 @@ void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
         float &m_scale = a.exp_avg_scales[at / kBlock], &v_scale = a.exp_avg_sq_scales[at / kBlock];
         const f32 old_m_scale = splat(m_scale), old_v_scale = splat(v_scale);
         i32 m_largest = {}, v_largest = {};
+        bool decoded = false;
+#if defined(__AVX512VBMI__)
+        decoded = count == kBlock;
+        for (int64_t i = 0; decoded && i < kBlock; i += 64) {
+            look_up_64(m_planes, m_codes + i, old_m_scale, m_buffer + i);
+            look_up_64(v_planes, v_codes + i, old_v_scale, v_buffer + i);
+        }
+#endif
         for (int64_t i = 0; i < whole; i += W) {
             f32 p = load_weight<kSplit>(a.weight, a.remainder, at + i);
-            f32 m = look_up(mb.values, load<u8>(m_codes + i)) * old_m_scale;
-            f32 v = look_up(vb.values, load<u8>(v_codes + i)) * old_v_scale;
+            f32 m = decoded ? load<f32>(m_buffer + i) : look_up(mb.values, load<u8>(m_codes + i)) * old_m_scale;
+            f32 v = decoded ? load<f32>(v_buffer + i) : look_up(vb.values, load<u8>(v_codes + i)) * old_v_scale;
             update<kL2>(s, p, load_gradient<kBf16>(a.gradient, at + i), m, v);
             store_weight<kSplit>(a.weight, a.remainder, at + i, p);
             store(m_buffer + i, m);

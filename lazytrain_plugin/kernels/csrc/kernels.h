@@ -71,6 +71,7 @@ struct Kernels {
 extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
+extern const Kernels kAvx512vbmi;
 extern const Kernels kAvx512;
 #endif
 

@@ -23,9 +23,10 @@ const Kernels* g_kernels = nullptr;
 
 bool runs_here(const Kernels& kernels) {
 #if defined(__x86_64__)
-    if (&kernels == &kAvx512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vl");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (&kernels == &kAvx512vbmi) return avx512 && __builtin_cpu_supports("avx512vbmi");
+    if (&kernels == &kAvx512) return avx512;
     if (&kernels == &kAvx2) return __builtin_cpu_supports("avx2");
 #endif
     return &kernels == &kGeneric;
@@ -33,7 +34,7 @@ bool runs_here(const Kernels& kernels) {
 
 const Kernels* const kTables[] = {
 #if defined(__x86_64__)
-    &kAvx512, &kAvx2,
+    &kAvx512vbmi, &kAvx512, &kAvx2,
 #endif
     &kGeneric};
 
