@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
 import torch
 
 from lazytrain_plugin.config.schema import LazyTrainConfig
+from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ def make_updater(optimizer: torch.optim.Optimizer | None, implementation: str) -
     if optimizer is None:
         return None
     decoupled = _native_decay(optimizer)
+    if decoupled is None:
+        _refuse_closures(optimizer)
     if implementation == "torch":
         return ClientOptimizer(optimizer)
     if decoupled is None:
@@ -77,3 +81,17 @@ def _native_decay(optimizer: torch.optim.Optimizer) -> bool | None:
     if type(optimizer).__module__.startswith("deepspeed"):
         return getattr(optimizer, "adam_w_mode", True) in (True, 1)
     return decoupled
+
+
+def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for an optimizer that evaluates the model inside `step` (LBFGS)."""
+    required = [
+        parameter.name
+        for parameter in list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if required:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs {', '.join(required)}: it evaluates the model inside an update, "
+            "which is not possible while layers are updated one by one; use another optimizer, or disable LazyTrain"
+        )

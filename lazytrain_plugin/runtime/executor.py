@@ -26,7 +26,7 @@ from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
 from lazytrain_plugin.runtime.slots import Outbox, WeightSlots
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Arrival, Unit
-from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, StepScalars, read_groups
+from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, StepScalars, read_scalars
 from lazytrain_plugin.runtime.worker import UpdateWorker
 
 logger = logging.getLogger(__name__)
@@ -299,7 +299,9 @@ class Executor:
             for unit in arrivals:
                 unit.home.drop_gradients()
             return norm, False
-        scalars = StepScalars(read_groups(self.optimizer), norm.clip_factor(max_norm))
+        if not self.updater.native:
+            self.worker.drain()  # the last step's updates may still write to the groups
+        scalars = read_scalars(self.optimizer, norm.clip_factor(max_norm))
         gradients_done = self.streams.record()
         for unit, arrived in arrivals.items():
             if unit.home.updates_on_gpu:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.kernels.adamw import AdamWStep, accumulate, adamw_8bit, adamw_fp32
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.unit import Arrival, Unit
@@ -20,10 +23,22 @@ class StepScalars:
     groups: tuple[dict[str, Any], ...]
     """Hyper-parameters per optimizer group, without its parameters."""
     gradient_scale: float
+    counters: dict[str, Any]
+    """The optimizer's own attributes that are numbers or tensors: step counts and the like."""
 
 
-def read_groups(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    return tuple({key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
+def read_scalars(optimizer: torch.optim.Optimizer, gradient_scale: float) -> StepScalars:
+    """Copies, because LR schedulers change tensors in place and the updates run later."""
+    groups = tuple(
+        copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        for group in optimizer.param_groups
+    )
+    counters = {key: copy.deepcopy(value) for key, value in vars(optimizer).items() if _is_counter(value)}
+    return StepScalars(groups, gradient_scale, counters)
+
+
+def _is_counter(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
 
 
 def gradient_of(unit: Unit, tensor: UnitTensor, arrival: Arrival) -> torch.Tensor:
@@ -87,8 +102,11 @@ class ClientOptimizer:
     """Any torch optimizer: its own `step`, once per unit, on that unit's fp32 masters.
 
     Slower than the kernels: the masters of a bf16 unit are decoded before and encoded after every update. Masters keep
-    the parameters' shapes, so that optimizers which look at matrices see them. What an optimizer computes over all
-    parameters at once (a global trust ratio) it computes per unit here.
+    the parameters' shapes, so that optimizers which look at matrices see them.
+
+    What `step` writes to its groups or to its own attributes (a step count) is carried over to the client once per
+    step. That must not depend on which parameters it saw: an optimizer that computes a value over all parameters at
+    once (D-Adaptation's distance) can't run unit by unit, and is refused when its units disagree.
     """
 
     native = False
@@ -96,11 +114,16 @@ class ClientOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._client = optimizer
         self._masters: dict[UnitTensor, nn.Parameter] = {}
+        self._carried: dict[tuple[int | None, str], Any] = {}
+        """What units have written in the step `_carried_step`, by group (None: the optimizer's attributes) and key."""
+        self._carried_step: StepScalars | None = None
+        self._one_carries = threading.Lock()
 
     def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars) -> None:
         shadow = object.__new__(type(self._client))
-        shadow.__dict__.update(self._client.__dict__)  # shares `state` with the client; has groups of its own
-        shadow.param_groups = [{**group, "params": []} for group in scalars.groups]
+        # Shares `state` with the client; has groups and counters of its own.
+        shadow.__dict__.update(self._client.__dict__ | copy.deepcopy(scalars.counters))
+        shadow.param_groups = [{**copy.deepcopy(group), "params": []} for group in scalars.groups]
         scratch = []
         for tensor, arrival in sorted(arrived.items(), key=lambda item: item[0].position_in_group):
             master = self._load_master(unit, tensor)
@@ -111,14 +134,40 @@ class ClientOptimizer:
             master.grad = tensor.shaped(flat)
             shadow.param_groups[tensor.group]["params"].append(master)
             scratch.append((tensor, master))
-        shadow.param_groups = [group for group in shadow.param_groups if group["params"]]
+        in_use = {index: group for index, group in enumerate(shadow.param_groups) if group["params"]}
+        shadow.param_groups = list(in_use.values())
         # The class's own method: instances carry wrappers (LR schedulers count calls) that belong to the client.
         type(self._client).step(shadow)
+        self._carry_over(unit, scalars, in_use, shadow)
         for tensor, master in scratch:
             master.grad = None
             if tensor.is_split:
                 unit.home.write_master(tensor, _flat_storage(tensor, master.data))
                 master.data = torch.empty(0, device=master.device)
+
+    def _carry_over(
+        self, unit: Unit, scalars: StepScalars, groups: dict[int, dict[str, Any]], shadow: torch.optim.Optimizer
+    ) -> None:
+        counters = {key: value for key, value in vars(shadow).items() if _is_counter(value)}
+        written = [(None, scalars.counters, counters, vars(self._client))]
+        written += [(i, scalars.groups[i], group, self._client.param_groups[i]) for i, group in groups.items()]
+        with self._one_carries:
+            if self._carried_step is not scalars:
+                self._carried_step, self._carried = scalars, {}
+            for index, before, after, client in written:
+                for key, value in after.items():
+                    if key == "params":
+                        continue
+                    agreed = self._carried.setdefault((index, key), value)
+                    if not _same(agreed, value):
+                        where = f"param_groups[{index}][{key!r}]" if index is not None else f"attribute {key!r}"
+                        raise UnsupportedModelError(
+                            f"{type(self._client).__name__} computes its {where} over all parameters at once (at "
+                            f"{unit.name} it is {value}, elsewhere {agreed}), which LazyTrain, updating layer by "
+                            "layer, can't reproduce; use another optimizer, or disable LazyTrain"
+                        )
+                    if not _same(before.get(key), value):
+                        client[key] = value
 
     def _load_master(self, unit: Unit, tensor: UnitTensor) -> nn.Parameter:
         weight = unit.home.weight(tensor)
@@ -153,6 +202,12 @@ class ClientOptimizer:
                 value = torch.tensor(float(value))
             restored[key] = value
         self._client.state[master] = restored
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return a is b or bool(a == b)
 
 
 def _is_elementwise(tensor: UnitTensor, value: Any) -> bool:
