@@ -1,0 +1,44 @@
+"""Run by test_triton_adamw.py with TRITON_INTERPRET=1: the Triton kernels on CPU tensors give the CPU kernels' bits."""
+
+import torch
+from triton.runtime import interpreter
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_for_numpy(tensor, scope):
+    """Triton 3.6 turns one-element arrays into loop bounds with int(array), which numpy 2.4 no longer does."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+
+from lazytrain_plugin.kernels import adamw, native, norm  # noqa: E402
+from lazytrain_plugin.kernels.triton import adamw as triton_adamw  # noqa: E402
+from lazytrain_plugin.kernels.triton import norm as triton_norm  # noqa: E402
+from tests.kernels.adamw_cases import Case, State, assert_same_bits  # noqa: E402
+
+CASES = [
+    Case(1),
+    Case(1025),
+    Case(700, split=False, gradient=torch.float32, decoupled=False, maximize=True, beta1=0.3),
+    Case(1, bits=8),
+    Case(2500, bits=8),
+    Case(700, split=False, gradient=torch.float32, decoupled=False, beta1=0.3, bits=8, first_index=2**32 - 256),
+]
+
+if __name__ == "__main__":
+    for case in CASES:
+        adamw._implementation = lambda device: native
+        expected = State(case, torch.device("cpu"), steps=3)
+        adamw._implementation = lambda device: triton_adamw
+        assert_same_bits(State(case, torch.device("cpu"), steps=3), expected)
+    for numel in (1, 1024, 5000, 300_007):
+        for dtype in (torch.float32, torch.bfloat16):
+            values = torch.randn(numel).to(dtype)
+            expected, ours = torch.empty(2, norm.LANES, dtype=torch.float64)
+            norm.sum_squares_lanes(values, expected)
+            triton_norm.sum_squares(values, ours)
+            assert torch.equal(ours, expected)
+    print("same bits")
