@@ -1,7 +1,9 @@
 """AdamW updates in place, with fp32 or 8-bit states: the C++ library on the CPU, Triton on CUDA, the same bits on both.
 
-Against torch.optim.AdamW (for-loop form, fp32) one update differs by at most 2 ulp in the moments, and in the weight by 4 ulp of the
-larger of weight and step (see tests/kernels/test_adamw.py). Infinities, NaN and denormals go through as IEEE has them.
+One update against torch.optim.AdamW (for-loop form, fp32) from the same state: exp_avg within 2 ulp of the larger of
+exp_avg and gradient, exp_avg_sq within 2 ulp, the weight within 6 ulp of the larger of weight and step, the step being
+taken with the larger of exp_avg and gradient (tests/kernels/test_adamw.py; torch's own fused form is as far from its
+for-loop form). Infinities, NaN and denormals go through as IEEE has them.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 import torch
 
 from lazytrain_plugin.errors import KernelError
+from lazytrain_plugin.kernels.native import Batch
 from lazytrain_plugin.kernels.scalars import AdamWStep, scalars_of
 from lazytrain_plugin.kernels.state8 import BLOCK, Moment8, check_flat, noise_seeds, num_blocks
 
-__all__ = ["AdamWStep", "Moment8", "accumulate", "adamw_8bit", "adamw_fp32"]
+__all__ = ["AdamWStep", "Batch", "Moment8", "accumulate", "adamw_8bit", "adamw_fp32"]
 
 
 def adamw_fp32(
@@ -22,18 +25,22 @@ def adamw_fp32(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     step: AdamWStep,
+    *,
+    batch: Batch | None = None,
 ) -> None:
     """One update with fp32 moments; `weight`, `remainder` and both moments change in place.
 
     All [n], flat and contiguous on one device: `weight` bf16 with `remainder` int16 (split.py), or fp32 with None;
     `gradient` bf16 or fp32; moments fp32. Raises KernelError otherwise, or where the device has no kernel.
+    With a `batch`, CPU tensors are updated when that is run (CUDA tensors at once, in stream order).
     """
     numel, device = weight.numel(), weight.device
     _check_weight(weight, remainder, gradient)
     check_flat("exp_avg", exp_avg, torch.float32, numel, device)
     check_flat("exp_avg_sq", exp_avg_sq, torch.float32, numel, device)
     scalars = scalars_of(step)
-    _implementation(device).adamw_fp32(weight, remainder, gradient, exp_avg, exp_avg_sq, scalars)
+    queue = {"batch": batch} if device.type == "cpu" else {}
+    _implementation(device).adamw_fp32(weight, remainder, gradient, exp_avg, exp_avg_sq, scalars, **queue)
 
 
 def adamw_8bit(
@@ -46,6 +53,7 @@ def adamw_8bit(
     *,
     noise_key: int,
     first_index: int = 0,
+    batch: Batch | None = None,
 ) -> None:
     """One update with 8-bit moments (state8.py), rounded stochastically; arguments as in `adamw_fp32`.
 
@@ -62,8 +70,9 @@ def adamw_8bit(
         )
     seeds = noise_seeds(noise_key, step.step)
     scalars = scalars_of(step)
+    queue = {"batch": batch} if weight.device.type == "cpu" else {}
     _implementation(weight.device).adamw_8bit(
-        weight, remainder, gradient, exp_avg, exp_avg_sq, scalars, seeds, first_index
+        weight, remainder, gradient, exp_avg, exp_avg_sq, scalars, seeds, first_index, **queue
     )
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("liblazytrain_kernels.so")
 ISAS = ("avx512vbmi", "avx512", "avx2", "generic")
 PLAIN_TORCH = "torch"
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 
 _lock = threading.Lock()
 _forced_plain_torch = False
@@ -34,7 +34,7 @@ _forced_plain_torch = False
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
-    """`isa`: "avx512vbmi", "avx512", "avx2", "generic", or "torch" when the library is not used; `library`: its path, or None."""
+    """`isa`: one of ISAS, or "torch" when the library is not used; `library`: its path, or None."""
 
     isa: str
     threads: int
@@ -100,8 +100,7 @@ def _loaded() -> ctypes.CDLL | None:
                 for name, arguments in {
                     "force_isa": (ctypes.c_char_p,),
                     "set_num_threads": (integer,),
-                    "adamw_fp32": (ctypes.POINTER(_AdamW),),
-                    "adamw_8bit": (ctypes.POINTER(_AdamW),),
+                    "adamw_many": (ctypes.POINTER(_AdamW), ctypes.c_int64),
                     "quantize": (pointer, pointer, pointer, ctypes.POINTER(_CodeBook), count),
                     "dequantize": (pointer, pointer, pointer, ctypes.POINTER(_CodeBook), count),
                     "split": (pointer, pointer, pointer, count),
@@ -116,7 +115,7 @@ def _loaded() -> ctypes.CDLL | None:
         except (OSError, AttributeError) as error:
             reason = f"{LIBRARY} can't be loaded ({error})"
     logger.warning(
-        "The CPU kernels run in plain torch, some 10 (fp32 states) to 60 times (8-bit states) slower: %s. "
+        "The CPU kernels run in plain torch, some 30 (fp32 states) to 40 times (8-bit states) slower: %s. "
         "Install g++ and run: python -m lazytrain_plugin._build",
         reason,
     )
@@ -225,6 +224,22 @@ def _quota_v1(folder: Path) -> float | None:
     return None if quota <= 0 else quota / period
 
 
+class Batch:
+    """Updates that run as one job: the interpreter's lock is given up once, and the threads meet once, at its end."""
+
+    def __init__(self) -> None:
+        self._items: list[_AdamW] = []
+
+    def run(self) -> None:
+        """Carries out what was added; the tensors must have stayed alive."""
+        if self._items:
+            _library().lazytrain_adamw_many((_AdamW * len(self._items))(*self._items), len(self._items))
+            self._items = []
+
+    def add(self, item: _AdamW) -> None:
+        self._items.append(item)
+
+
 def _structure(
     weight: torch.Tensor, remainder: torch.Tensor | None, gradient: torch.Tensor, scalars: AdamWScalars
 ) -> _AdamW:
@@ -245,13 +260,13 @@ def adamw_fp32(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     scalars: AdamWScalars,
+    batch: Batch | None = None,
 ) -> None:
-    library = _library()
-    if library is None:
+    if _library() is None:
         return reference.adamw_fp32(weight, remainder, gradient, exp_avg, exp_avg_sq, scalars)
-    arguments = _structure(weight, remainder, gradient, scalars)
-    arguments.exp_avg, arguments.exp_avg_sq = exp_avg.data_ptr(), exp_avg_sq.data_ptr()
-    library.lazytrain_adamw_fp32(arguments)
+    item = _structure(weight, remainder, gradient, scalars)
+    item.exp_avg, item.exp_avg_sq = exp_avg.data_ptr(), exp_avg_sq.data_ptr()
+    _run_or_add(item, batch)
 
 
 def adamw_8bit(
@@ -263,17 +278,24 @@ def adamw_8bit(
     scalars: AdamWScalars,
     seeds: tuple[int, int],
     first_index: int,
+    batch: Batch | None = None,
 ) -> None:
-    library = _library()
-    if library is None:
+    if _library() is None:
         return reference.adamw_8bit(weight, remainder, gradient, exp_avg, exp_avg_sq, scalars, seeds, first_index)
-    arguments = _structure(weight, remainder, gradient, scalars)
-    arguments.exp_avg_codes, arguments.exp_avg_scales = exp_avg.codes.data_ptr(), exp_avg.scales.data_ptr()
-    arguments.exp_avg_sq_codes, arguments.exp_avg_sq_scales = exp_avg_sq.codes.data_ptr(), exp_avg_sq.scales.data_ptr()
-    arguments.signed_book, arguments.unsigned_book = ctypes.pointer(_code_book(True)), ctypes.pointer(_code_book(False))
-    arguments.seed0, arguments.seed1 = seeds
-    arguments.first_index = first_index
-    library.lazytrain_adamw_8bit(arguments)
+    item = _structure(weight, remainder, gradient, scalars)
+    item.exp_avg_codes, item.exp_avg_scales = exp_avg.codes.data_ptr(), exp_avg.scales.data_ptr()
+    item.exp_avg_sq_codes, item.exp_avg_sq_scales = exp_avg_sq.codes.data_ptr(), exp_avg_sq.scales.data_ptr()
+    item.signed_book, item.unsigned_book = ctypes.pointer(_code_book(True)), ctypes.pointer(_code_book(False))
+    item.seed0, item.seed1 = seeds
+    item.first_index = first_index
+    _run_or_add(item, batch)
+
+
+def _run_or_add(item: _AdamW, batch: Batch | None) -> None:
+    own = Batch() if batch is None else batch
+    own.add(item)
+    if batch is None:
+        own.run()
 
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> None:

@@ -1,7 +1,8 @@
 """Sums of squares of gradients with the same bits on every device, for clipping by the global norm.
 
 One order of summation, in fp64: element i is row i // 1024, lane i % 1024; row r belongs to part r % 256. A part adds
-its rows one after the other, lane by lane; then the parts are added one after the other; `combine_lanes` halves the lanes.
+its rows one after the other, lane by lane; then the parts are added one after the other; `combine_lanes` halves the
+lanes.
 The square of an fp32 value is exact in fp64, so contraction to FMA makes no difference here.
 """
 

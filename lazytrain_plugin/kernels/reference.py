@@ -1,7 +1,8 @@
 """Plain PyTorch meaning of every kernel: the tests' oracle of bits, and what runs where the C++ library is missing.
 
 Each line is one IEEE operation per element, in the order that the C++ and Triton kernels have. Large tensors are worked
-through in chunks, so that temporaries stay small. state8.py describes the 8-bit encoding and its noise, split.py splitting.
+through in chunks, so that temporaries stay small. state8.py describes the 8-bit encoding and its noise, split.py the
+splitting of weights.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _updated(
 
 
 def _square_root(x: torch.Tensor) -> torch.Tensor:
-    """IEEE's: torch's fp32 one on the CPU (MKL's) is an ulp off for one value in six; through fp64 rounding is exact."""
+    """IEEE's. torch's own fp32 one on the CPU is an ulp off for one value in six (MKL); through fp64 it is exact."""
     return x.to(torch.float64).sqrt().to(torch.float32)
 
 

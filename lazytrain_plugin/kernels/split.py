@@ -7,8 +7,8 @@ With `bits` the fp32 bit pattern:
     bits      = (weight - (remainder < 0)) << 16 | (remainder & 0xFFFF)
 
 This is exact for every value but NaN: NaN is first set to 0x7FC00000 (0x7FFFFFFF, CUDA's NaN, would become -0.0). In
-decoding, a negative remainder at weight = +-0 counts as 0: no encoding gives it, it is what a weight that was zeroed from
-outside has left. A weight replaced from outside therefore decodes to within half a bf16 ulp of itself.
+decoding, a negative remainder at weight = +-0 counts as 0: no encoding gives it, it is what a weight that was zeroed
+from outside has left. A weight replaced from outside therefore decodes to within half a bf16 ulp of itself.
 """
 
 from __future__ import annotations

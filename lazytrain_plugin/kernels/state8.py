@@ -5,15 +5,15 @@ where the 256 values are the "dynamic" map of Dettmers et al. (8-bit Optimizers 
 seven decades from 1e-7 to 1, each with twice the codes of the one below, evenly spaced within a decade, and 0 and 1.
 Signed for the first moment (1 to 64 codes per decade and sign), unsigned for the second (2 to 128).
 
-How a value is rounded (on every device, in this order of fp32 operations, so with the same bits):
+How a value is rounded (everywhere in this order of fp32 operations, so with the same bits):
 
-    scale     the largest magnitude of the block / the last code below 1, so that the negative end is a code too (the code
-              of 1 has no negative; bitsandbytes' own scale is the magnitude itself, and cuts the negative end by 0.7 %).
+    scale     the largest magnitude of the block / the last code below 1, so that the negative end is a code too (the
+              code of 1 has no negative; bitsandbytes' own scale is the magnitude, which cuts the negative end by 0.7 %).
               NaN if the block holds NaN or infinity: it then decodes to NaN, nothing is hidden.
     x         |value| * (1 / scale * (1 + 2^-20)): a hair more, so that the largest always gets the last code
-    position  in 1/65536 of a code, from the code of zero: linear between any two neighbouring codes, so its fraction says
-              how far x is between them. That function is concave, hence the least of three lines for each decade: with
-              r = x * scale + offset (the decade's own line, 0 at its first code, its codes 65536 apart) those are
+    position  in 1/65536 of a code, from the code of zero: linear between any two neighbouring codes, so its fraction
+              says how far x is between them. That function is concave, hence the least of three lines for each decade:
+              with r = x * scale + offset (the decade's own line, 0 at its first code, its codes 65536 apart) those are
               r * below (the wider gap to the decade below), r, and r / 3 + tail (the gap to the decade above);
               then + first, the position of the decade's first code.
     code      (int(position) + noise) >> 16
@@ -37,8 +37,8 @@ from lazytrain_plugin.errors import KernelError
 BLOCK = 256
 NUM_DECADES = 7
 ONE_CODE = 65536
-# The decade of x is int(bits(x) * DECADE_SCALE + DECADE_OFFSET), where bits(x) is a piecewise linear log2. It is off by up
-# to 6 % at a decade's edge, which does no harm: in the gap there, both decades have the same line.
+# The decade of x is int(bits(x) * DECADE_SCALE + DECADE_OFFSET), where bits(x) is a piecewise linear log2. It is off by
+# up to 6 % at a decade's edge, which does no harm: in the gap there, both decades have the same line.
 DECADE_SCALE = 3.6014841e-08
 DECADE_OFFSET = -31.347432
 LARGEST_FP32 = torch.finfo(torch.float32).max
@@ -126,7 +126,7 @@ def code_book(signed: bool) -> CodeBook:
 
 
 def _decade_values(decade: int, count: int) -> list[float]:
-    """Middles of `count` equal parts of [.1, 1] times the decade's power of ten, rounded as an fp32 linspace (FMA) is."""
+    """Middles of `count` equal parts of [.1, 1] times the decade's power of ten, rounded as torch.linspace (FMA) is."""
     start, end = round_fp32(0.1), 1.0
     step = round_fp32(round_fp32(end - start) / count)
     edges = [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.errors import UnsupportedModelError
-from lazytrain_plugin.kernels.adamw import AdamWStep, accumulate, adamw_8bit, adamw_fp32
+from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, accumulate, adamw_8bit, adamw_fp32
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.unit import Arrival, Unit
 
@@ -57,7 +57,7 @@ class NativeAdamW:
         """Updates done per tensor; a tensor without a gradient in a step does not count it, as in torch."""
 
     def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars) -> None:
-        home = unit.home
+        home, batch = unit.home, Batch()
         for tensor, arrival in arrived.items():
             self.steps[tensor] = self.steps.get(tensor, 0) + 1
             step = self._scalars(scalars.groups[tensor.group], self.steps[tensor], scalars.gradient_scale)
@@ -65,9 +65,10 @@ class NativeAdamW:
             moments = home.moment(tensor, "exp_avg"), home.moment(tensor, "exp_avg_sq")
             gradient = gradient_of(unit, tensor, arrival)
             if home.plan.state_bits == 8:
-                adamw_8bit(weight, remainder, gradient, *moments, step, noise_key=tensor.index)
+                adamw_8bit(weight, remainder, gradient, *moments, step, noise_key=tensor.index, batch=batch)
             else:
-                adamw_fp32(weight, remainder, gradient, *moments, step)
+                adamw_fp32(weight, remainder, gradient, *moments, step, batch=batch)
+        batch.run()
 
     def _scalars(self, group: dict[str, Any], step: int, gradient_scale: float) -> AdamWStep:
         beta1, beta2 = (float(beta) for beta in group["betas"])

@@ -106,19 +106,6 @@ template <bool kSplit, bool kBf16, bool kL2>
 void adamw_fp32_range(const AdamW& a, int64_t begin, int64_t end) {
     const Uniform s = Uniform::make(a.scalars);
     int64_t i = begin;
-#if LT_PREFETCH
-    for (; i + LT_PREFETCH <= end; i += LT_PREFETCH) {
-        const int64_t n = i + LT_PREFETCH;
-        if (n + LT_PREFETCH <= end) {
-            for (int64_t k = 0; k < LT_PREFETCH; k += 16) __builtin_prefetch(a.exp_avg + n + k, 1, 2);
-            for (int64_t k = 0; k < LT_PREFETCH; k += 16) __builtin_prefetch(a.exp_avg_sq + n + k, 1, 2);
-            for (int64_t k = 0; k < LT_PREFETCH; k += 32) __builtin_prefetch((char*)a.weight + 2 * (n + k), 1, 2);
-            for (int64_t k = 0; k < LT_PREFETCH; k += 32) __builtin_prefetch((char*)a.remainder + 2 * (n + k), 1, 2);
-            for (int64_t k = 0; k < LT_PREFETCH; k += 32) __builtin_prefetch((char*)a.gradient + 2 * (n + k), 0, 2);
-        }
-        for (int64_t k = i; k < n; k += W) fp32_vector<kSplit, kBf16, kL2>(s, a.weight, a.remainder, a.gradient, a.exp_avg, a.exp_avg_sq, k);
-    }
-#endif
     for (; i + W <= end; i += W) fp32_vector<kSplit, kBf16, kL2>(s, a.weight, a.remainder, a.gradient, a.exp_avg, a.exp_avg_sq, i);
     if (i == end) return;
     Tail t;

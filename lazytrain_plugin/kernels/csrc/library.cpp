@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "kernels.h"
 #include "pool.h"
@@ -14,7 +15,7 @@ namespace lazytrain {
 namespace {
 
 constexpr int64_t kSmallestChunk = 16 * 1024;   // elements: some 10 us of work, and a whole number of blocks and rows
-constexpr int64_t kLargestChunk = 256 * 1024;
+constexpr int64_t kLargestChunk = 128 * 1024;
 
 std::mutex g_mutex;     // one job at a time; the pool is made and replaced under it
 Pool* g_pool = nullptr;
@@ -61,11 +62,16 @@ void run_chunks(int64_t num_chunks, const Function& function) {
     g_pool->run([](const void* f, int64_t chunk) { (*static_cast<const Function*>(f))(chunk); }, &function, num_chunks);
 }
 
-// function(begin, end) over [0, numel) in chunks of whole blocks: small enough to balance the threads, large enough to stream.
+// Elements of a chunk: whole blocks, few enough to balance the threads, enough to stream.
+int64_t chunk_for(int64_t numel) {
+    const int64_t chunk = numel / (8 * std::max(1, g_num_threads)) / kLanes * kLanes;
+    return std::min(std::max(chunk, kSmallestChunk), kLargestChunk);
+}
+
+// function(begin, end) over [0, numel) in chunks.
 template <class Function>
 void run_ranges(int64_t numel, const Function& function) {
-    int64_t chunk = numel / (8 * std::max(1, g_num_threads)) / kLanes * kLanes;
-    chunk = std::min(std::max(chunk, kSmallestChunk), kLargestChunk);
+    const int64_t chunk = chunk_for(numel);
     run_chunks((numel + chunk - 1) / chunk,
                [&](int64_t c) { function(c * chunk, std::min(numel, (c + 1) * chunk)); });
 }
@@ -78,7 +84,7 @@ using namespace lazytrain;
 #pragma GCC visibility push(default)
 extern "C" {
 
-int lazytrain_abi_version() { return 1; }
+int lazytrain_abi_version() { return 2; }
 
 const char* lazytrain_isa() { return kernels().name; }
 
@@ -106,12 +112,21 @@ void lazytrain_set_num_threads(int num_threads) {
     g_num_threads = std::max(1, num_threads);
 }
 
-void lazytrain_adamw_fp32(const AdamW* a) {
-    run_ranges(a->numel, [&](int64_t begin, int64_t end) { kernels().adamw_fp32(*a, begin, end); });
-}
-
-void lazytrain_adamw_8bit(const AdamW* a) {
-    run_ranges(a->numel, [&](int64_t begin, int64_t end) { kernels().adamw_8bit(*a, begin, end); });
+// Updates of several tensors as one job, so that threads wait for each other once and not after every tensor (with a thread more than
+// cores, each such wait can cost a time slice). An item has 8-bit states where exp_avg_codes is set.
+void lazytrain_adamw_many(const AdamW* items, int64_t num_items) {
+    int64_t numel = 0;
+    for (int64_t item = 0; item < num_items; item++) numel += items[item].numel;
+    const int64_t chunk = chunk_for(numel);
+    std::vector<int64_t> first_chunk(num_items + 1, 0);
+    for (int64_t item = 0; item < num_items; item++)
+        first_chunk[item + 1] = first_chunk[item] + (items[item].numel + chunk - 1) / chunk;
+    run_chunks(first_chunk[num_items], [&](int64_t c) {
+        const int64_t item = std::upper_bound(first_chunk.begin(), first_chunk.end(), c) - first_chunk.begin() - 1;
+        const AdamW& a = items[item];
+        const int64_t begin = (c - first_chunk[item]) * chunk, end = std::min(a.numel, begin + chunk);
+        a.exp_avg_codes ? kernels().adamw_8bit(a, begin, end) : kernels().adamw_fp32(a, begin, end);
+    });
 }
 
 void lazytrain_quantize(const float* values, uint8_t* codes, float* scales, const CodeBook* book, int64_t numel) {

@@ -1,7 +1,7 @@
 """AdamW on CUDA, with fp32 or 8-bit states: the C++ kernels' operations in the same order, so the same bits.
 
-Launched with `enable_fp_fusion=False` (a fused multiply-add rounds once where the CPU rounds twice); division and square
-root are the IEEE ones. state8.py and split.py describe the formats, scalars.py the update.
+Launched with `enable_fp_fusion=False` (a fused multiply-add rounds once where the CPU rounds twice); division and
+square root are the IEEE ones. state8.py and split.py describe the formats, scalars.py the update.
 """
 
 from __future__ import annotations
