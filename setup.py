@@ -28,7 +28,7 @@ class BuildWithKernels(build_py):
             kernels_build.build_library(output)
         except RuntimeError as error:
             print(
-                f"{'=' * 100}\nWARNING: lazytrain-plugin is built WITHOUT its C++ CPU kernels: CPU updates are much slower.\n"
+                f"{'=' * 100}\nWARNING: lazytrain-plugin is built WITHOUT its C++ CPU kernels: CPU updates are slow.\n"
                 f"Install g++ and reinstall, or run: python -m lazytrain_plugin._build\n{error}\n{'=' * 100}",
                 file=sys.stderr,
             )

@@ -7,8 +7,8 @@ Signed for the first moment (1 to 64 codes per decade and sign), unsigned for th
 
 How a value is rounded (everywhere in this order of fp32 operations, so with the same bits):
 
-    scale     the largest magnitude of the block / the last code below 1, so that the negative end is a code too (the
-              code of 1 has no negative; bitsandbytes' own scale is the magnitude, which cuts the negative end by 0.7 %).
+    scale     the largest magnitude of the block / the last code below 1, so that the negative end is a code too
+              (1 has no negative; bitsandbytes' own scale is the magnitude, which cuts the negative end by 0.7 %).
               NaN if the block holds NaN or infinity: it then decodes to NaN, nothing is hidden.
     x         |value| * (1 / scale * (1 + 2^-20)): a hair more, so that the largest always gets the last code
     position  in 1/65536 of a code, from the code of zero: linear between any two neighbouring codes, so its fraction
