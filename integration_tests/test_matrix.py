@@ -105,9 +105,6 @@ def test_native_update_is_within_ulps_of_torch(model: str, device: str, tmp_path
         assert ((run.weights[name] - expected).abs() <= allowed).all(), name
 
 
-@pytest.mark.xfail(
-    strict=True, reason="recompute runs its first forward without grad, where torch takes another kernel"
-)
 def test_a_learned_bias_under_fused_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """torch's fused attention takes a slower kernel where its bias needs a gradient; T5's does, in training only."""
     monkeypatch.setitem(MODELS, "t5", replace(MODELS["t5"], build=lambda: models.t5("sdpa")))

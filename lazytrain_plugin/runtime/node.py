@@ -55,13 +55,15 @@ class UnitCall:
         with self.executor.lease(self.unit, backward=False):
             if self.keep:
                 self.graph = self.build_graph(inputs)
-                outputs = [output.detach() for output in self.graph.outputs]
-                self.differentiable = [output.requires_grad for output in self.graph.outputs]
+                outputs = self.graph.outputs
             else:
-                args, kwargs = self.rebuild_inputs(inputs)
-                outputs = self.call_unit(args, kwargs)
-                self.differentiable = [output.is_floating_point() or output.is_complex() for output in outputs]
-        return outputs
+                # With grad, but saving nothing: without grad torch may pick other kernels (fused attention with a
+                # learned bias), and the recompute would not repeat the same bits.
+                with torch.enable_grad(), saved_tensors_hooks(_drop, _refuse_dropped):
+                    args, kwargs = self.rebuild_inputs(detached_leaves(inputs))
+                    outputs = self.call_unit(args, kwargs)
+            self.differentiable = [output.requires_grad for output in outputs]
+            return [output.detach() for output in outputs]
 
     def call_unit(self, args, kwargs) -> list[torch.Tensor]:
         with self.executor.side_outputs.collecting(self.side_keys) as captured:
@@ -71,7 +73,7 @@ class UnitCall:
 
     def build_graph(self, inputs) -> LocalGraph:
         """Runs the unit with grad on leaves of its own. The unit must be leased."""
-        leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
+        leaves = detached_leaves(inputs)
         hooks = self.unit.weight_hooks()
         with torch.enable_grad(), saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext():
             args, kwargs = self.rebuild_inputs(leaves)
@@ -157,6 +159,19 @@ class _UnitNode(torch.autograd.Function):
         if call.keep and call.graph is None:
             inputs = [None] * ctx.num_inputs
         return (None, None, *call.backward(inputs, output_gradients))
+
+
+def detached_leaves(tensors) -> tuple[torch.Tensor, ...]:
+    """The same values as leaves of a graph of their own."""
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _refuse_dropped(packed: None) -> torch.Tensor:
+    raise RuntimeError("a layer ran backward inside its own forward, which a recomputed unit can't do; keep it")
 
 
 class AutocastState:
