@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from lazytrain_plugin.integration.client_optimizer import make_adam, make_update
 from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
 from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
 from lazytrain_plugin.integration.planning import Planner, count_tokens
+from lazytrain_plugin.integration.watchdog import Watchdog
 from lazytrain_plugin.kernels import native
 from lazytrain_plugin.runtime.discovery import discover
 from lazytrain_plugin.runtime.executor import Executor
@@ -51,6 +53,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
                 f"LazyTrain trains on one process in this version, and this job has {dist.get_world_size()}; start it "
                 'with --num_processes 1, or set "lazytrain": {"enabled": false}'
             )
+        release_from_other_engines(model)
         refuse_special_parameters(model)
         super()._configure_distributed_model(model)
         self._home_dtypes = home_dtypes(model, self.bfloat16_enabled(), self._keep_fp32_pattern())
@@ -105,12 +108,14 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             side_outputs=RecordedOutputs(),
             prepare_inputs=drop_caches,
         )
-        executor.place(self._planner.first_plan())
+        self._watchdog = Watchdog(config.watchdog_s, self.global_rank)
+        with self._watchdog.phase("placing weights"):
+            executor.place(self._planner.first_plan())
         if config.fused_kernels and device.type == "cuda":
             fused.apply_fused_kernels(self.module, device)
         self.lazytrain = ExecutorState(executor)
         self._managed_parameters = {id(parameter) for parameter in self.module.parameters()}
-        self.module._apply = ApplyGuard(self.module)
+        self.module._apply = ApplyGuard(self.module, executor)
         return LazyTrainOptimizer(optimizer, self.lazytrain, self.seq_data_parallel_group, self.gradient_clipping())
 
     # A step.
@@ -121,9 +126,31 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         if self.module.training and torch.is_grad_enabled():
             plan = self._planner.plan_for(count_tokens(inputs, kwargs))
             if plan is not None:
-                executor.place(plan)
+                with self._watchdog.phase("placing weights"):
+                    executor.place(plan)
         executor.begin_forward()
-        return super().forward(*inputs, **kwargs)
+        with self._watchdog.phase("forward"):
+            return super().forward(*inputs, **kwargs)
+
+    @functools.wraps(DeepSpeedEngine.backward)
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._watchdog.phase("backward"):
+            return super().backward(*args, **kwargs)
+
+    @functools.wraps(DeepSpeedEngine.step)
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        with self._watchdog.phase("optimizer step"):
+            super().step(*args, **kwargs)
+
+    @functools.wraps(CheckpointMixin.save_checkpoint)  # Trainer looks at signatures
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        with self._watchdog.phase("saving"):
+            return super().save_checkpoint(*args, **kwargs)
+
+    @functools.wraps(CheckpointMixin.load_checkpoint)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with self._watchdog.phase("loading"):
+            return super().load_checkpoint(*args, **kwargs)
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> None:
         if self.lazytrain is None:
@@ -168,9 +195,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
 
     def destroy(self) -> None:
         if self.lazytrain is not None:
-            self.lazytrain.executor.close()
-            fused.remove(self.module)
-            self.module.__dict__.pop("_apply", None)
+            release(self.module, self.lazytrain.executor)
         super().destroy()
 
     def _refuse_new_parameters(self) -> None:
@@ -185,8 +210,9 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
 class ApplyGuard:
     """Stands in for the model's `_apply`, so that `.to`, `.cuda` and `.half` can't move weights from their homes."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, executor: Executor) -> None:
         self._module = module
+        self.executor = executor
 
     def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
         return guarded_apply(self._module, fn)
@@ -198,6 +224,24 @@ class ApplyGuard:
 
     def __reduce__(self) -> Any:
         raise TypeError("a model managed by LazyTrain can't be pickled whole; save its state_dict() instead")
+
+
+def release(module: nn.Module, executor: Executor) -> None:
+    """Gives the model back as an ordinary one with true weights. Safe to call twice."""
+    executor.close()
+    guard = module.__dict__.get("_apply")
+    if isinstance(guard, ApplyGuard) and guard.executor is executor:
+        fused.remove(module)
+        del module.__dict__["_apply"]
+
+
+def release_from_other_engines(model: nn.Module) -> None:
+    """A model (or a part of it) that an engine still manages goes to the new one: a second Trainer, a sweep."""
+    for module in model.modules():
+        guard = module.__dict__.get("_apply")
+        if isinstance(guard, ApplyGuard):
+            logger.info("the model was managed by another engine, which lets go of it now")
+            release(module, guard.executor)
 
 
 def refuse_special_parameters(model: nn.Module) -> None:
