@@ -94,6 +94,9 @@ ENGINE_OVERRIDES = {
     "_forward_prologue": Override("inputs, kwargs", "_create_module_forward_pre_hook"),
     "_forward_epilogue": Override("", "_create_module_forward_post_hook"),
     "allreduce_gradients": Override("bucket_size=MEMORY_OPT_ALLREDUCE_SIZE", "_backward_epilogue"),
+    "backward": Override("loss, retain_graph=False, scale_wrt_gas=True"),
+    "step": Override("lr_kwargs=None"),
+    "_take_model_step": Override("lr_kwargs", "step"),
     "no_sync": Override(""),
     "compile": Override(
         "backend=get_accelerator().get_compile_backend(), compile_kwargs={}, schedule=None, "
@@ -126,7 +129,7 @@ ENGINE_METHODS_USED = {
     "train_micro_batch_size_per_gpu": "",
 }
 ENGINE_ATTRIBUTES_USED = {
-    "_config", "config", "device", "engine_timers", "global_steps", "lr_scheduler", "module", "optimizer",
+    "_config", "config", "device", "engine_timers", "global_rank", "global_steps", "lr_scheduler", "module", "optimizer",
     "seq_data_parallel_group", "tput_timer", "training_dataloader",
 }  # fmt: skip
 

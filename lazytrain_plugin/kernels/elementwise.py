@@ -1,8 +1,9 @@
 """RMSNorm, SwiGLU and RoPE as single autograd nodes: fewer passes over memory, fewer saved tensors.
 
 CUDA tensors go to Triton, others to the plain torch below, which is also the tests' oracle. Rounding follows Hugging
-Face's eager code. Nothing is overwritten in place (but see `swiglu`), so a kept graph may run twice. (Liger-Kernel 0.8.5 has these operations too; its SwiGLU backward overwrites the saved gate and up, its
-RoPE rotates its inputs in place, and its patches are per model type and partly process-wide: hence our own.)
+Face's eager code. Nothing is overwritten in place (but see `swiglu`), so a kept graph may run twice. (Liger-Kernel
+0.8.5 has these operations too; its SwiGLU backward overwrites the saved gate and up whoever holds them, its RoPE
+rotates its inputs in place, and its patches are per model type and partly process-wide: hence our own.)
 
     rms_norm   y = w * round(x * rstd), round(w * x * rstd), or round((1 + w) * x * rstd)
                rstd = rsqrt(mean(x^2) + eps)

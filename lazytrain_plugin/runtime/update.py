@@ -199,6 +199,8 @@ class ClientOptimizer:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() == tensor.numel and value.ndim == 1:
                 value = tensor.shaped(value.to(master.device, copy=True))
+            elif isinstance(value, torch.Tensor):
+                value = value.clone()  # it may be a view of the checkpoint's file
             elif key == "step" and not isinstance(value, torch.Tensor):
                 value = torch.tensor(float(value))
             restored[key] = value
