@@ -129,8 +129,8 @@ ENGINE_METHODS_USED = {
     "train_micro_batch_size_per_gpu": "",
 }
 ENGINE_ATTRIBUTES_USED = {
-    "_config", "config", "device", "engine_timers", "global_rank", "global_steps", "lr_scheduler", "module", "optimizer",
-    "seq_data_parallel_group", "tput_timer", "training_dataloader",
+    "_config", "config", "device", "engine_timers", "global_rank", "global_steps", "lr_scheduler", "module",
+    "optimizer", "seq_data_parallel_group", "tput_timer", "training_dataloader",
 }  # fmt: skip
 
 OPTIMIZER_OVERRIDES = {

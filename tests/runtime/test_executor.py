@@ -17,7 +17,7 @@ from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.runtime.pending import PendingParameter
 from lazytrain_plugin.runtime.update import ClientOptimizer
 
-from .rig import (
+from tests.runtime.rig import (
     DEVICES,
     HIDDEN,
     Block,
@@ -90,7 +90,7 @@ def test_unit_used_twice_or_not_at_all(home, keep):
 
 @plans
 def test_unit_used_twice_while_accumulating(home, keep):
-    """torch adds a backward's two gradients to each other first, we add each to the window's sum: one rounding apart."""
+    """torch adds a backward's two gradients to each other first, we add each to the window's sum: a rounding apart."""
     model, steps = make(TwiceModel), [TWO, THREE, [TWO[1], THREE[0]]]
     reference, norms = train_plain(model, steps)
     executor = make_executor(model, plan_for(model, home=home, keep=keep))

@@ -1,4 +1,4 @@
-"""Weights changed by hand between steps count from the next forward on, under every plan and on every road of writing."""
+"""Weights changed by hand between steps count from the next forward on, under every plan and on every road to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.vocab import Tier
 
-from .rig import DEVICES, Model, assert_same_weights, batches, make_executor, plan_for
+from tests.runtime.rig import DEVICES, Model, assert_same_weights, batches, make_executor, plan_for
 
 
 def make(num_layers: int = 2) -> Model:
