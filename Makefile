@@ -22,7 +22,7 @@ unit: $(VENV)/.installed
 demo: $(VENV)/.installed
 	rm -rf $(DEMO_OUT)
 	$(LAUNCH) --output_dir $(DEMO_OUT)/run
-	$(LAUNCH) --output_dir $(DEMO_OUT)/resumed --resume_from_checkpoint $(DEMO_OUT)/run/checkpoint-80
+	$(LAUNCH) --output_dir $(DEMO_OUT)/resumed --resume_from_checkpoint $(DEMO_OUT)/run/checkpoint-100
 	$(BIN)/python examples/compare_runs.py $(DEMO_OUT)/run $(DEMO_OUT)/resumed
 
 format: $(VENV)/.installed

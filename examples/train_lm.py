@@ -2,7 +2,7 @@
 
     python examples/train_lm.py
     accelerate launch --config_file FILE examples/train_lm.py --output_dir outputs/lm --max_steps 400
-    python examples/train_lm.py --resume_from_checkpoint outputs/lm/checkpoint-80
+    python examples/train_lm.py --resume_from_checkpoint outputs/lm/checkpoint-100
 
 Every option of TrainingArguments works. The text is the reference manual that every Python carries for `help()`,
 466 kB; one kilobyte in ten is held out.
@@ -24,17 +24,17 @@ HELD_OUT_EVERY = 10  # pages
 
 TRAINING_DEFAULTS = {
     "output_dir": "outputs/lm",
-    "max_steps": 160,
-    "per_device_train_batch_size": 16,
+    "max_steps": 200,
+    "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 16,
     "learning_rate": 3e-3,
     "lr_scheduler_type": "cosine",
-    "warmup_steps": 10,
+    "warmup_steps": 20,
     "weight_decay": 0.1,
     "logging_steps": 20,
     "eval_strategy": "steps",
-    "eval_steps": 80,
-    "save_steps": 80,
+    "eval_steps": 100,
+    "save_steps": 100,
     "save_total_limit": 2,
     "report_to": "none",
 }
