@@ -45,13 +45,14 @@ def test_import_torch_installs_the_hook_and_imports_nothing_else():
 
 
 def test_autoload_takes_less_than_a_millisecond():
+    """CPU time, so that a busy machine does not count; the best of three processes, so that cold files don't."""
     code = """
         import threading, time, types, typing, warnings
-        start = time.perf_counter()
+        start = time.thread_time()
         from lazytrain_plugin import _bootstrap
-        imported = time.perf_counter()
+        imported = time.thread_time()
         _bootstrap.autoload()
-        print(time.perf_counter() - imported, imported - start)
+        print(time.thread_time() - imported, imported - start)
         """
     autoload_s, import_s = zip(*(map(float, run(code).split()) for _ in range(3)), strict=True)
     assert min(autoload_s) < 1e-3
