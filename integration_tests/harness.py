@@ -243,7 +243,12 @@ def _arguments(work: Work, folder: Path, device: str, **options: Any) -> transfo
     return arguments(folder, device, **(of_the_work | options))
 
 
-def arguments(folder: Path, device: str, **options: Any) -> transformers.TrainingArguments:
+def arguments(
+    folder: Path,
+    device: str,
+    arguments_class: type[transformers.TrainingArguments] = transformers.TrainingArguments,
+    **options: Any,
+) -> transformers.TrainingArguments:
     """Short, silent training that logs every step and saves nothing, changed by `options`."""
     defaults = {
         "max_steps": STEPS,
@@ -263,7 +268,7 @@ def arguments(folder: Path, device: str, **options: Any) -> transformers.Trainin
         "dataloader_pin_memory": False,
         "remove_unused_columns": False,
     }
-    return transformers.TrainingArguments(str(folder), **(defaults | options))
+    return arguments_class(str(folder), **(defaults | options))
 
 
 def finish(trainer: transformers.Trainer, resume: str | None = None) -> Run:

@@ -76,14 +76,16 @@ def initialize(
     max_norm: float = 0.0,
     implementation: str = "torch",
     micro_batch: int = 2,
+    state_bits: int = 32,
     **ds_config: Any,
 ) -> Any:
     """An engine of `deepspeed.initialize` under our block; `placement` None: planned at the first batch."""
     block: dict[str, Any] = {"optimizer": {"implementation": implementation}}
     if placement is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        make_plan(model, placement).save(folder / "plan.json")
+        make_plan(model, placement, state_bits).save(folder / "plan.json")
         block["plan"] = {"path": str(folder / "plan.json")}
+        block["optimizer"]["state_bits"] = state_bits
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -124,7 +126,10 @@ def make_trainer(
     trainer_options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> transformers.Trainer:
-    """A Trainer on `model`: plain where neither placement nor block is given. Call inside `harness.fresh_accelerate_state()`."""
+    """A Trainer on `model`: plain where neither placement nor block is given.
+
+    Call inside `harness.fresh_accelerate_state()`; `arguments` are those of TrainingArguments.
+    """
     if placement is not None:
         folder.mkdir(parents=True, exist_ok=True)
         make_plan(model, placement).save(folder / "plan.json")

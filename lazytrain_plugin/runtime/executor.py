@@ -268,7 +268,7 @@ class Executor:
 
     def begin_forward(self) -> None:
         """Called before the model runs: books the time since the last gradient, and takes over changed weights."""
-        self._outside.take_over()
+        self._outside.before_forward()
         if self._idle_since is not None and self.streams.is_cuda:
             self.streams.trace.add_events("step", self._idle_since, self.streams.record(timing=True))
         self._idle_since = None
@@ -283,6 +283,7 @@ class Executor:
             The norm before clipping, and whether the step is applied: a non-finite gradient skips it.
         """
         self._idle_since = self.streams.record(timing=True)
+        self._outside.after_step()
         self._sink.complete_norms([unit for unit in self.all_units if unit.arrived])
         norm = self._norm.finish()
         self.streams.trace.end_step()
@@ -311,7 +312,7 @@ class Executor:
                 self.forget_copies(unit)
                 work = partial(self._update_on_cpu, unit, arrived, scalars, gradients_done)
                 ticket = self.worker.submit(work, f"optimizer update of {unit.name}")
-                unit.mark_pending(ticket, partial(self._outside.settle_for_user, unit))
+                unit.mark_pending(ticket, partial(self._outside.settle_asked, unit))
         return norm, True
 
     def _update_on_cpu(

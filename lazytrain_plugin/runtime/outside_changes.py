@@ -31,17 +31,27 @@ class OutsideChanges:
         """Sum of the parameters' versions when they were last looked at."""
         self._touched: set[Unit] = set()
         """Units whose weights someone may have changed without a trace."""
+        self._model_runs = False
+        """Since the model began to run, it is itself what asks for pending weights (of the stem)."""
 
     def suspect_all(self) -> None:
         self._touched.update(self._executor.all_units)
 
-    def settle_for_user(self, unit: Unit) -> None:
-        """Someone wants a pending weight's data."""
-        self._touched.add(unit)
+    def settle_asked(self, unit: Unit) -> None:
+        """Someone wants a pending weight's data: the model, or code between a step and the next forward."""
+        if not self._model_runs:
+            self._touched.add(unit)
         self._executor.settle(unit)
 
+    def after_step(self) -> None:
+        self._model_runs = False
+
+    def before_forward(self) -> None:
+        self.take_over()
+        self._model_runs = True
+
     def take_over(self) -> None:
-        """Called before the model runs.
+        """Looks at every weight.
 
         Raises:
             UnsupportedModelError: a weight's memory is no longer its home (`p.data = ...`, resized embeddings): the

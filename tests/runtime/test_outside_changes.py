@@ -9,7 +9,6 @@ import torch
 
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.vocab import Tier
-
 from tests.runtime.rig import DEVICES, Model, assert_same_weights, batches, make_executor, plan_for
 
 
