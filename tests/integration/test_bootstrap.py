@@ -44,19 +44,19 @@ def test_import_torch_installs_the_hook_and_imports_nothing_else():
     assert out == "True ['lazytrain_plugin', 'lazytrain_plugin._bootstrap'] False {}\n"
 
 
-def test_autoload_takes_less_than_a_millisecond():
-    """CPU time, so that a busy machine does not count; the best of three processes, so that cold files don't."""
+def test_autoload_takes_less_than_a_millisecond(tmp_path, monkeypatch):
+    """CPU time, so that a busy machine does not count, with bytecode as an installed package has it, best of three."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     code = """
         import threading, time, types, typing, warnings
         start = time.thread_time()
         from lazytrain_plugin import _bootstrap
-        imported = time.thread_time()
         _bootstrap.autoload()
-        print(time.thread_time() - imported, imported - start)
+        print(time.thread_time() - start)
         """
-    autoload_s, import_s = zip(*(map(float, run(code).split()) for _ in range(3)), strict=True)
-    assert min(autoload_s) < 1e-3
-    assert min(import_s) < 5e-3
+    run(code)  # compiles
+    assert min(float(run(code)) for _ in range(3)) < 1e-3
 
 
 @pytest.mark.parametrize("first", ["deepspeed", "torch"])
