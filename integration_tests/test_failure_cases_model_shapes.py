@@ -26,7 +26,7 @@ from integration_tests.loops import (
     train_torch,
     weights_of,
 )
-from lazytrain_plugin.errors import UnsupportedModelError
+from lazytrain_plugin.errors import ConfigError, UnsupportedModelError
 
 VOCAB, HIDDEN = models.VOCAB, 32
 placements = pytest.mark.parametrize("placement", [STREAMED, KEPT, RESIDENT, MIXED], ids=str)
@@ -586,3 +586,42 @@ def test_weights_of_another_float_dtype_are_refused_by_name(dtype, tmp_path):
     model.layers[1].to(dtype)
     with pytest.raises(UnsupportedModelError, match=rf"layers\.1\.norm\.weight is {dtype}.*bfloat16"):
         initialize(model, adamw(model.parameters()), tmp_path)
+
+
+# S-47: torch.compile.
+
+COMPILED = {
+    "the model": lambda model: model.compile(backend="eager"),
+    "a layer": lambda model: model.layers[1].compile(backend="eager"),
+    "a wrapped layer": lambda model: model.layers.__setitem__(1, torch.compile(model.layers[1], backend="eager")),
+}
+
+
+@pytest.mark.parametrize("what", COMPILED)
+def test_compiled_around_a_layer_is_refused_by_name_before_and_after_prepare(what, tmp_path):
+    name = "the model" if what == "the model" else r"layers\.1"
+    model = build()
+    COMPILED[what](model)
+    with pytest.raises(ConfigError, match=f"torch.compile of {name} is not supported.*torch_compile off"):
+        initialize(model, adamw(model.parameters()), tmp_path)
+    if what != "a wrapped layer":
+        model = build()
+        engine = initialize(model, adamw(model.parameters()), tmp_path)
+        COMPILED[what](model)
+        with pytest.raises(ConfigError, match=f"torch.compile of {name} is not supported.*torch_compile off"):
+            run_engine(engine, SINGLE[:1])
+        engine.destroy()
+
+
+@pytest.mark.parametrize("placement", [STREAMED, KEPT, MIXED], ids=str)
+def test_modules_compiled_inside_a_layer(placement, tmp_path):
+    """Plain eager code around a traced graph: weights that moved in between must not be baked in."""
+    torch._dynamo.reset()
+    model = build()
+    expected, _ = train_torch(model, SINGLE)
+    for layer in model.layers:
+        layer.up.compile(backend="eager")
+    engine = initialize(model, adamw(model.parameters()), tmp_path, placement=placement)
+    got, _ = run_engine(engine, SINGLE)
+    engine.destroy()
+    assert_bit_equal(got, expected)

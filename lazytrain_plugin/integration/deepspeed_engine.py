@@ -31,6 +31,12 @@ from lazytrain_plugin.runtime.train_state import ExecutorState
 logger = logging.getLogger(__name__)
 
 
+COMPILE_REFUSAL = (
+    "torch.compile of {} is not supported under LazyTrain: the weights of its layers move while they run. Leave "
+    "torch_compile off in the training arguments and don't call compile on it"
+)
+
+
 class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
     """A drop-in for `DeepSpeedEngine` at ZeRO stage 3, made by `deepspeed.initialize` under an enabled block.
 
@@ -87,6 +93,8 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         updater = make_updater(optimizer, config.optimizer.implementation)
         found = discover(self.module)
         logger.info(found.statement())
+        self._modules_around_units = modules_around(self.module, [unit.name for unit in found.units])
+        refuse_compiled(self._modules_around_units)
         turn_off_gradient_checkpointing(self.module)
         self._planner = Planner(
             config,
@@ -122,6 +130,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._refuse_new_parameters()
+        refuse_compiled(self._modules_around_units)
         executor = self.lazytrain.executor
         if self.module.training and torch.is_grad_enabled():
             plan = self._planner.plan_for(count_tokens(inputs, kwargs))
@@ -183,10 +192,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
     # Users' other calls.
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            "torch.compile of the whole model is not supported under LazyTrain: its layers move while they run. Leave "
-            "torch_compile off in the training arguments"
-        )
+        raise ConfigError(COMPILE_REFUSAL.format("the model"))
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError("offload_states is not supported: LazyTrain's plan says where states rest")
@@ -224,6 +230,22 @@ class ApplyGuard:
 
     def __reduce__(self) -> Any:
         raise TypeError("a model managed by LazyTrain can't be pickled whole; save its state_dict() instead")
+
+
+def modules_around(model: nn.Module, unit_names: list[str]) -> list[tuple[str, nn.Module]]:
+    """The units and the modules that hold them, with their names."""
+    names = {""}
+    for unit_name in unit_names:
+        parts = unit_name.split(".")
+        names.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return [(name, module) for name, module in model.named_modules() if name in names]
+
+
+def refuse_compiled(named: list[tuple[str, nn.Module]]) -> None:
+    """Raises ConfigError if torch.compile would trace a streamed layer: it fails there with an error of its own."""
+    for name, module in named:
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            raise ConfigError(COMPILE_REFUSAL.format(name or "the model"))
 
 
 def release(module: nn.Module, executor: Executor) -> None:
