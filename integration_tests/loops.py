@@ -71,6 +71,7 @@ def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     folder: Path,
+    /,
     *,
     placement: Placement | None = STREAMED,
     accumulation: int = 1,

@@ -184,6 +184,9 @@ def test_non_contiguous_weights_and_gradients(placement, tmp_path):
             self.gain = nn.Parameter(torch.ones(1))
             self.bias = nn.Parameter(torch.zeros(()))
             self.shift = nn.Parameter(torch.zeros(256))  # exactly one quantization block
+            self.nothing = nn.Parameter(torch.empty(0, 5))
+            self.unused = nn.Parameter(torch.ones(3))
+            self.indices = nn.Parameter(torch.arange(4), requires_grad=False)
 
         def forward(self, x):
             image = self.wide_conv(self.conv(x.unsqueeze(1)).expand(-1, 3, -1, -1)).mean(1)
@@ -497,6 +500,16 @@ def test_moves_do_nothing_and_other_dtypes_are_refused(change, tmp_path):
     engine.destroy()
 
 
+def test_optimizer_over_parameters_that_are_not_the_models_is_refused(tmp_path):
+    """Made before the model was resized, or over a loss with weights of its own: nothing would train them."""
+    model, own_loss = build(), nn.Linear(3, 7)
+    optimizer = adamw([*model.parameters(), *own_loss.parameters()])
+    with pytest.raises(
+        UnsupportedModelError, match=r"holds 2 parameters that are not in the model.*\(7, 3\).*submodule"
+    ):
+        initialize(model, optimizer, tmp_path)
+
+
 # S-49: adapters injected by hand.
 
 
@@ -580,7 +593,7 @@ def test_lazy_module_is_refused_with_the_reason(tmp_path):
         initialize(model, torch.optim.SGD(model.head.parameters(), lr=1e-2), tmp_path, placement=None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
 def test_weights_of_another_float_dtype_are_refused_by_name(dtype, tmp_path):
     model = build()
     model.layers[1].to(dtype)

@@ -175,7 +175,7 @@ def test_update_is_clipped_and_the_logged_norm_is_the_one_before(placement, impl
 
 
 def test_clipping_set_in_one_place_is_enough(device, tmp_path):
-    """max_grad_norm of the training arguments reaches a JSON that says "auto", and one that says nothing."""
+    """max_grad_norm of the training arguments reaches a JSON that says "auto"."""
     samples = models.make_samples("llama", 4)
     expected = plain_trainer(llama(), samples, tmp_path, device, max_steps=2, max_grad_norm=0.01)
     assert min(expected.grad_norms) > 0.1
@@ -409,6 +409,59 @@ def test_optimizer_chosen_by_name_in_trainer(optim, device, tmp_path):
     expected = plain_trainer(llama(), samples, tmp_path, device, **options)
     got = lazy_trainer(llama(), samples, tmp_path, device, ds_config={"zero_allow_untested_optimizer": True}, **options)
     assert_same_run(got, expected, device)
+
+
+def test_optimizer_class_given_to_trainer(device, tmp_path):
+    """A home-made class. (Instances in `optimizers=` are dropped by transformers itself under DeepSpeed.)"""
+    samples = models.make_samples("llama", 8)
+    given = {"optimizer_cls_and_kwargs": (CountingLion, {"lr": 1e-3, "betas": (0.8, 0.9)})}
+    options = {"max_steps": 4, "trainer_options": given}
+    expected = plain_trainer(llama(), samples, tmp_path, device, **options)
+    got = lazy_trainer(llama(), samples, tmp_path, device, **options)
+    assert max(expected.learning_rates) == 1e-3
+    assert_same_run(got, expected, device)
+
+
+def test_optimizer_section_of_the_json(device, tmp_path):
+    """An "AdamW" section filled in from the training arguments is Trainer's AdamW, without a kernel compiled for it."""
+    samples = models.make_samples("llama", 8)
+    automatic = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    options = {"max_steps": 4, "weight_decay": 0.0}  # a section has one group: decay would reach the norms too
+    expected = plain_trainer(llama(), samples, tmp_path, device, **options)
+    got = lazy_trainer(
+        llama(), samples, tmp_path, device, ds_config={"optimizer": {"type": "AdamW", "params": automatic}}, **options
+    )
+    # The engine steps such a section's schedule, so Trainer logs each rate one step early: not compared.
+    got.learning_rates = expected.learning_rates
+    assert_same_run(got, expected, device)
+
+
+def test_scheduler_section_of_the_json(tmp_path):
+    """The engine steps it; each update uses the rate that the engine showed before the step."""
+    model = llama()
+    params = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "warmup_type": "linear"}
+    engine = initialize(
+        model, None, tmp_path, optimizer={"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        scheduler={"type": "WarmupLR", "params": params},
+    )  # fmt: skip
+    rates = []
+    for (batch,) in STEPS:
+        engine.backward(engine(**batch)["loss"])
+        rates.append(engine.get_lr()[0])
+        engine.step()
+    engine.flush()
+    got = weights_of(model)
+    engine.destroy()
+    assert len(set(rates)) >= 3
+
+    reference = llama()
+    optimizer = adamw(reference.parameters())
+    for (batch,), rate in zip(STEPS, rates, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        reference(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_bit_equal(got, weights_of(reference))
 
 
 # S-42: 8-bit states.

@@ -31,6 +31,7 @@ from lazytrain_plugin.runtime.train_state import ExecutorState
 logger = logging.getLogger(__name__)
 
 
+HOME_DTYPES = (torch.float32, torch.bfloat16)
 COMPILE_REFUSAL = (
     "torch.compile of {} is not supported under LazyTrain: the weights of its layers move while they run. Leave "
     "torch_compile off in the training arguments and don't call compile on it"
@@ -90,6 +91,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         config = self._lazytrain_config
         device = torch.device("cpu") if self.device.type == "cpu" else torch.device(self.device)
         native.set_num_threads(config.optimizer.threads or native.default_num_threads(1))
+        refuse_parameters_of_others(optimizer, self.module)
         updater = make_updater(optimizer, config.optimizer.implementation)
         found = discover(self.module)
         logger.info(found.statement())
@@ -277,15 +279,28 @@ def refuse_special_parameters(model: nn.Module) -> None:
             )
 
 
+def refuse_parameters_of_others(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Raises UnsupportedModelError if the optimizer is to train what is no part of the model: nobody would train it."""
+    ours = set(model.parameters())
+    groups = optimizer.param_groups if optimizer is not None else []
+    others = [p for group in groups for p in group["params"] if p.requires_grad and p not in ours]
+    if others:
+        raise UnsupportedModelError(
+            f"the optimizer holds {len(others)} parameters that are not in the model (the first has shape "
+            f"{tuple(others[0].shape)}): make it after the model has its final form, and register what a loss trains "
+            "as a submodule of the model"
+        )
+
+
 def home_dtypes(model: nn.Module, bf16: bool, keep_fp32: Any) -> dict[nn.Parameter, torch.dtype]:
     """Dtype of each weight at home: bf16 for a model that comes in fp32 under bf16, else what the model chose.
 
     Raises:
-        UnsupportedModelError: fp16 or fp64 weights.
+        UnsupportedModelError: fp16, fp64, fp8 or complex weights.
     """
     named = list(model.named_parameters())
     for name, parameter in named:
-        if parameter.is_floating_point() and parameter.dtype not in (torch.float32, torch.bfloat16):
+        if (parameter.is_floating_point() or parameter.is_complex()) and parameter.dtype not in HOME_DTYPES:
             raise UnsupportedModelError(
                 f"{name} is {parameter.dtype}; LazyTrain trains bf16 and fp32 weights. Load the model with "
                 "dtype=torch.bfloat16 (fp16 needs loss scaling, bf16 has fp32's range and does not)"
