@@ -13,6 +13,8 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
+import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -439,3 +441,41 @@ def test_the_tables_hold_every_member_that_we_use():
         if name not in THEIR_ENGINE.methods or THEIR_ENGINE.parameters(name) != parameters
     }
     assert differing == {}
+
+
+def test_a_script_that_never_destroys_its_engine_ends_well(tmp_path):
+    """The last step's updates are still running when such a script ends; they must not be cut off inside torch."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT_WITHOUT_DESTROY)
+    launch_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launch_variables}
+    process = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "updated: 24" in process.stdout
+
+
+SCRIPT_WITHOUT_DESTROY = """
+import time, deepspeed, torch
+import lazytrain_plugin.install
+
+updates = 0
+
+class Slow(torch.optim.SGD):
+    def step(self):
+        global updates
+        for _ in range(50):
+            time.sleep(0.001)
+            torch.ones(8).add_(1)
+        super().step()
+        updates += 1
+        if updates == 24:
+            print("updated: 24", flush=True)
+
+model = torch.nn.Sequential()
+model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(24))
+model.forward = lambda x: [x := layer(x) for layer in model.layers][-1].square().mean()
+config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "lazytrain": {}}
+engine, *_ = deepspeed.initialize(model=model, optimizer=Slow(model.parameters(), lr=0.1), config=config)
+engine.backward(engine(torch.ones(2, 64, device=engine.device)))
+engine.step()
+"""

@@ -16,6 +16,7 @@ from torch import nn
 
 from lazytrain_plugin.errors import ConfigError, UnsupportedModelError
 from lazytrain_plugin.integration import fused, hook
+from lazytrain_plugin.integration.at_exit import finish_at_exit
 from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
 from lazytrain_plugin.integration.client_optimizer import make_adam, make_updater, optimizer_state_bits
 from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
@@ -123,6 +124,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             executor.place(self._planner.first_plan())
         if config.fused_kernels and device.type == "cuda":
             fused.apply_fused_kernels(self.module, device)
+        finish_at_exit(executor.worker)
         self.lazytrain = ExecutorState(executor)
         self._managed_parameters = {id(parameter) for parameter in self.module.parameters()}
         self.module._apply = ApplyGuard(self.module, executor)
