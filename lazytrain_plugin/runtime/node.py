@@ -46,7 +46,10 @@ class UnitCall:
 
     def run(self):
         """The unit's outputs, attached to the outer graph by one node."""
-        outputs = _UnitNode.apply(self, self.executor.graph_root, *self.inputs)
+        # From here on only autograd holds the inputs: it frees them as backward goes, while this object lives as long
+        # as the loss does, which is often into the next step.
+        inputs, self.inputs = self.inputs, []
+        outputs = _UnitNode.apply(self, self.executor.graph_root, *inputs)
         result, captured = self.rebuild_outputs(outputs if isinstance(outputs, tuple) else (outputs,))
         self.executor.side_outputs.append(captured)
         return result

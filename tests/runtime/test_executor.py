@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import io
 import threading
 import time
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +18,6 @@ from torch import nn
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.runtime.pending import PendingParameter
 from lazytrain_plugin.runtime.update import ClientOptimizer
-
 from tests.runtime.rig import (
     DEVICES,
     HIDDEN,
@@ -451,4 +452,25 @@ def test_managed_model_refuses_another_dtype_and_ignores_devices():
     model.layers[0].to("cpu")
     with pytest.raises(UnsupportedModelError, match="can't be changed from torch.float32 to torch.float16"):
         model.layers[0].half()
+    executor.close()
+
+
+@pytest.mark.parametrize("keep", ["none", "all"])
+def test_a_loss_that_lives_on_holds_no_activations(keep):
+    """Most loops keep the last loss until the next forward is over: its graph must be empty by then."""
+    model = make()
+    executor = make_executor(model, plan_for(model, keep=keep))
+    seen = []
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0].untyped_storage())))
+        for layer in model.layers
+    ]
+    loss = model.loss(batches(1, "cpu")[0])
+    assert any(storage() is not None for storage in seen)
+    loss.backward()
+    gc.collect()
+    assert [storage() for storage in seen] == [None] * len(model.layers)
+    assert loss.isfinite()
+    for handle in handles:
+        handle.remove()
     executor.close()
