@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -53,6 +54,7 @@ def patch_module(module: ModuleType) -> None:
     if module.__name__ == "deepspeed":
         _patch_initialize(module)
         _patch_zero_init(module)
+        _patch_shared_memory_op()
     else:
         hf_loading.patch(module)
 
@@ -174,3 +176,22 @@ def _patch_zero_init(deepspeed: ModuleType) -> None:
         return object.__new__(cls)
 
     init_class.__new__ = staticmethod(__new__)
+
+
+def _patch_shared_memory_op() -> None:
+    """Spares a single process without a GPU the compilation of DeepSpeed's all-reduce among ranks of one host.
+
+    DeepSpeed compiles it at the first start: a minute that needs a compiler and ninja, and a build that was killed
+    leaves a lock on which later starts wait for ever. One process has nobody to reduce with.
+    """
+    comm = sys.modules.get("deepspeed.comm.torch")
+    original = getattr(comm, "build_shm_op", None)
+    if original is None or getattr(original, "_lazytrain_original", None) is not None:
+        return
+
+    @functools.wraps(original)
+    def build_shm_op() -> Any:
+        return None if os.environ.get("WORLD_SIZE", "1") == "1" else original()
+
+    build_shm_op._lazytrain_original = original
+    comm.build_shm_op = build_shm_op

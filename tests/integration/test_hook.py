@@ -144,3 +144,19 @@ def test_activation_is_logged_once(deepspeed, monkeypatch):
 def test_load_config_refuses_a_config_without_an_enabled_block():
     with pytest.raises(ConfigError, match="no enabled"):
         hook.load_config({"zero_optimization": {"stage": 3}})
+
+
+@pytest.mark.parametrize(("world_size", "built"), [(None, 0), ("1", 0), ("2", 1)])
+def test_one_process_compiles_nothing_at_start(monkeypatch, world_size, built):
+    """DeepSpeed's op for all-reduce among CPU ranks needs a compiler, a minute, and sometimes a stale lock removed."""
+    import deepspeed  # noqa: F401
+
+    comm = sys.modules["deepspeed.comm.torch"]  # `deepspeed.comm.torch` is torch itself
+    builds = []
+    monkeypatch.setattr(comm, "build_shm_op", lambda: builds.append(1))
+    hook._patch_shared_memory_op()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    comm.build_shm_op()
+    assert len(builds) == built
