@@ -147,6 +147,8 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
 
     @functools.wraps(DeepSpeedEngine.backward)
     def backward(self, *args: Any, **kwargs: Any) -> Any:
+        # DeepSpeed does this from a hook on the outputs, which a loss that doesn't come from them never calls.
+        self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
         with self._watchdog.phase("backward"):
             return super().backward(*args, **kwargs)
 

@@ -34,6 +34,8 @@ class _Source:
         self.call, self.dtype, self.base = call, dtype, base
         self.weights_epoch, self.weight_version = call.weights_epoch, weight._version
         self.materialised: torch.Tensor | None = None
+        self.hooks: list = []
+        """Gradient hooks that were put on the stand-in: its ordinary logits, once they exist, get them too."""
 
     @property
     def is_materialised(self) -> bool:
@@ -48,6 +50,8 @@ class _Source:
                     self._require_same_weights()
                     self.call.materialised_early += self.call.active
                     self.materialised = torch.nn.functional.linear(self.hidden, self.weight, self.bias)
+            for hook in self.hooks if self.materialised.requires_grad else ():
+                self.materialised.register_hook(hook)
         return self.materialised
 
     def _require_same_weights(self) -> None:
@@ -97,6 +101,11 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in _ANSWERED_AT_ONCE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.register_hook and not args[0].source.is_materialised:
+            # DeepSpeed puts a hook on every output of a training forward.
+            args[0].source.hooks.append(args[1] if len(args) > 1 else kwargs["hook"])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float and args[0].dtype in (torch.bfloat16, torch.float16):

@@ -128,6 +128,21 @@ def test_the_loss_is_really_computed_without_logits():
     assert output.logits.source.call.consumed == 1
 
 
+def test_hooks_on_outputs_do_not_compute_logits_and_still_fire():
+    """DeepSpeed registers a hook on every output with a gradient function: whole logits must not come of it."""
+    from deepspeed.runtime.utils import register_output_backward_hooks
+
+    model = make("llama")
+    fused.apply_chunked_loss(model)
+    for use_logits in (False, True):
+        output, calls = model(**batch()), []
+        register_output_backward_hooks(output, lambda: calls.append(1), lambda gradient: gradient)  # noqa: B023
+        assert not output.logits.source.is_materialised
+        (output.logits.float().square().mean() if use_logits else output.loss).backward()
+        assert calls == [1]
+        assert output.logits.source.is_materialised == use_logits
+
+
 def test_capped_logits_are_computed_in_full_and_deferring_stops():
     """Gemma 2 caps its logits: the loss is that of the capped ones, and the detour is taken once only."""
     model, reference = make("gemma2"), make("gemma2")
