@@ -41,6 +41,8 @@ def deterministic():
     """Bit-equality is asserted everywhere here; models this small are slower on more threads, much so on a busy box."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    # Where it is unset, Accelerate sets torch's number of threads itself, in a DeepSpeed run but not in a plain one.
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
