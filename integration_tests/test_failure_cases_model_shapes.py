@@ -476,6 +476,19 @@ def test_averaged_weights_copied_in_and_out(placement, tmp_path):
     assert_bit_equal(weights, expected)
 
 
+@pytest.mark.parametrize("implementation", ["torch", "native"])
+def test_model_without_a_list_of_layers(implementation, tmp_path):
+    """Nothing streams; it trains all the same."""
+    model = build()
+    model.layers = nn.Sequential(*model.layers)
+    expected, _ = train_torch(model, SINGLE)
+    engine = initialize(model, adamw(model.parameters()), tmp_path, placement=None, implementation=implementation)
+    got, _ = run_engine(engine, SINGLE)
+    engine.destroy()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=0 if implementation == "torch" else 2e-5)
+
+
 def test_parameter_added_after_prepare_is_refused_by_name(tmp_path):
     model = build()
     engine = initialize(model, adamw(model.parameters()), tmp_path)

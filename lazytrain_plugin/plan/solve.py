@@ -90,6 +90,8 @@ def solve_problem(
     problem: PlacementProblem, rebuild=None, *, time_limit_s: float = TIME_LIMIT_S, gap_frac: float = GAP_FRAC
 ) -> PlacementPlan:
     """As `solve_plan`, from a problem."""
+    if not problem.units:
+        return explained(problem, *_fastest(problem, [plan_greedily(problem, rebuild)]))  # nothing streams
     greedy = _greedy_or_none(problem)
     outcome = run_highs(problem, start=greedy, time_limit_s=time_limit_s, gap_frac=gap_frac)
     if outcome.plan is None and greedy is None:

@@ -172,6 +172,14 @@ def test_without_a_gpu_only_activations_are_decided():
     assert [unit.activations for unit in tight.units].count(Activations.KEEP) == 2
 
 
+@pytest.mark.parametrize("gpu_gib", [0, 8])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_model_without_units_has_a_plan_for_its_stem(gpu_gib, accumulation):
+    model, machine = builders.model(0), builders.hardware(gpu_gib=gpu_gib)
+    plan = solve_plan(model, machine, max_tokens=2048, accumulation_steps=accumulation)
+    assert plan.units == () and {unit.updater for unit in plan.stem} == {Updater.GPU if gpu_gib else Updater.CPU}
+
+
 def test_short_host_memory_moves_units_to_the_gpu():
     model, machine = builders.model(8), builders.hardware()
     budget = 3 * GIB + 70 * MIB
