@@ -25,6 +25,7 @@ from integration_tests.loops import (
     model_loss,
     random_batches,
     run_engine,
+    train_torch,
     weights_of,
 )
 from lazytrain_plugin import LazyTrainPlugin
@@ -247,6 +248,41 @@ def test_a_second_engine_over_a_model_takes_it_over(tmp_path):
     batch = random_batches(1)[0]
     assert model_loss(model, batch).item() == model_loss(plain, batch).item()
     assert type(model.model.layers[0]).forward is transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "load_checkpoint"])
+def test_gradients_of_a_window_that_was_given_up_are_forgotten(how, tmp_path):
+    """After an error in backward, say: the batch is dropped, or the run goes back to its checkpoint."""
+    first, given_up, last = random_batches(3)
+    model = llama()
+    expected, norms = train_torch(model, [[first], [last]], max_norm=0.5)
+    engine = initialize(model, adamw(model.parameters()), tmp_path, max_norm=0.5)
+    run_engine(engine, [[first]])
+    engine.save_checkpoint(tmp_path / "checkpoints")
+    engine.backward(model_loss(engine, given_up))
+    if how == "zero_grad":
+        engine.optimizer.zero_grad()
+    else:
+        engine.load_checkpoint(tmp_path / "checkpoints")
+    got, got_norms = run_engine(engine, [[last]])
+    engine.destroy()
+    assert_bit_equal(got, expected)
+    assert got_norms == norms[1:]
+
+
+def test_longer_batches_in_the_middle_of_a_window(tmp_path):
+    """Without `max_tokens` a longer batch plans again; what its window has gathered before counts."""
+    steps = [
+        [random_batches(1, length=length, seed=seed)[0] for length in lengths]
+        for seed, lengths in enumerate([(8, 12), (10, 24), (32, 16)])
+    ]
+    model = llama()
+    expected, norms = train_torch(model, steps, max_norm=0.5)
+    engine = initialize(model, adamw(model.parameters()), tmp_path, placement=None, accumulation=2, max_norm=0.5)
+    got, got_norms = run_engine(engine, steps)
+    engine.destroy()
+    assert_bit_equal(got, expected)
+    assert got_norms == norms
 
 
 # S-37, S-41: saving.

@@ -104,6 +104,7 @@ class CheckpointMixin:
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
         )
+        self.lazytrain.discard_gradients()  # of the run that was left
         for name, value in loaded.counters.items():
             setattr(self, name, value)
         if loaded.data_sampler is not None and (sampler := self._curriculum_sampler()) is not None:

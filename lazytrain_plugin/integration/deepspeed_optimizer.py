@@ -75,7 +75,8 @@ class LazyTrainOptimizer(ZeROOptimizer):
         self.optimizer._opt_called = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients leave their parameters as they appear: only those of parameters nobody trains can be left."""
+        """Forgets this window's gradients. They have left their parameters, but for those that nobody trains."""
+        self._lazytrain.discard_gradients()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

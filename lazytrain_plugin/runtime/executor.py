@@ -119,7 +119,10 @@ class Executor:
     # Placement.
 
     def place(self, plan: PlacementPlan) -> None:
-        """Puts everything where `plan` says, unit by unit; also moves a placed model to another plan, bit for bit."""
+        """Puts everything where `plan` says, unit by unit; also moves a placed model to another plan, bit for bit.
+
+        A batch larger than any before may come as a window's second: the gradients that have arrived move along.
+        """
         self.flush()
         self._slots = None
         native = isinstance(self.updater, NativeAdamW)
@@ -134,7 +137,12 @@ class Executor:
                     home.write_master(tensor, tensor.parameter.data.reshape(-1) if values is None else values)
                     tensor.parameter.data = home.views[tensor]
             else:
+                if unit.arrived:
+                    self._sink.sum_up(unit)
                 home.copy_from(before)
+                for tensor in unit.arrived:
+                    home.accumulated(tensor).copy_(before.accumulated(tensor))
+                unit.gradient_event = self.streams.record()
                 before.release()
             unit.home = home
             unit.point_home()
@@ -265,6 +273,10 @@ class Executor:
         """A gradient from outside every unit's node: all of a stem weight's, and a penalty's on a streamed weight."""
         gradient, parameter.grad = parameter.grad, None
         self._sink.deliver(unit, [(tensor, gradient.to_dense() if gradient.is_sparse else gradient)])
+
+    def discard_gradients(self) -> None:
+        """Forgets the gradients of a window that is not going to be stepped."""
+        self._sink.discard([unit for unit in self.all_units if unit.arrived])
 
     def begin_forward(self) -> None:
         """Called before the model runs: books the time since the last gradient, and takes over changed weights."""

@@ -108,6 +108,28 @@ class GradientSink:
         if self.last_micro_batch if last is None else last:
             self._norm.add(tensor, total)
 
+    def discard(self, units: list[Unit]) -> None:
+        """Forgets what arrived in this window; the next gradient is a first one again."""
+        for unit in units:
+            if unit.fold_ticket is not None:
+                unit.fold_ticket.wait()
+                unit.fold_ticket = None
+            for tensor in unit.arrived:
+                self._norm.discard(tensor)
+            unit.arrived = {}
+            unit.home.drop_gradients()
+
+    def sum_up(self, unit: Unit) -> None:
+        """Brings what arrived in this window into the accumulator, where another home can take it over.
+
+        Everything must be at rest: transfers, and the update thread.
+        """
+        whole = [tensor for tensor, arrival in unit.arrived.items() if arrival == Arrival.WHOLE]
+        for tensor in whole:
+            unit.arrived[tensor] = Arrival.SUMMED
+            accumulate(unit.home.accumulated(tensor), unit.home.gradient(tensor), first=True)
+        unit.home.drop_gradients()
+
     def complete_norms(self, units: list[Unit]) -> None:
         """Sums what was added up before anyone knew that it was complete (a boundary that came early)."""
         for unit in units:

@@ -70,3 +70,7 @@ class TrainState(Protocol):
     def flush(self) -> None:
         """Waits for every pending update."""
         ...
+
+    def discard_gradients(self) -> None:
+        """Forgets the gradients of a window that is not going to be stepped."""
+        ...

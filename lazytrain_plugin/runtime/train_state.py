@@ -78,6 +78,9 @@ class ExecutorState:
     def flush(self) -> None:
         self.executor.flush()
 
+    def discard_gradients(self) -> None:
+        self.executor.discard_gradients()
+
     def _find(self, record: ParamRecord) -> tuple[Unit, UnitTensor]:
         return self.executor.owner[record.parameter]
 

@@ -396,6 +396,48 @@ def test_non_finite_gradient_skips_the_step_and_names_the_tensor(home, keep, cap
     executor.close()
 
 
+@plans
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("when", ["before the window's second batch", "before the step"])
+def test_gradients_move_with_a_new_plan(home, keep, accumulation, when):
+    """A batch larger than any before plans again, and may come in the middle of a window."""
+    model, data = make(), batches(2 * accumulation, "cpu")
+    steps = [data[:accumulation], data[accumulation:]]
+    reference, _ = train_plain(model, steps, max_norm=0.05)
+    other = {"cpu": "gpu", "gpu": "mixed", "mixed": "cpu"}[home]
+    executor = make_executor(model, plan_for(model, home=home, keep=keep))
+    move_at = min(1, accumulation - 1) if when == "before the window's second batch" else accumulation
+    for micro_batches in steps:
+        for i, ids in enumerate(micro_batches):
+            if i == move_at:
+                executor.place(plan_for(model, home=other, keep="all"))
+            executor.begin_forward()
+            executor.set_last_micro_batch(i == accumulation - 1)
+            Model.loss(model, ids).backward()
+        if move_at == accumulation:
+            executor.place(plan_for(model, home=other, keep="all"))
+        executor.step(0.05)
+    executor.flush()
+    assert_same_weights(model, reference)
+    executor.close()
+
+
+@plans
+@pytest.mark.parametrize("last", [True, False])
+def test_discarded_gradients_leave_no_trace(home, keep, last):
+    model, data = make(), batches(3, "cpu")
+    reference, _ = train_plain(model, [[data[1]], [data[2]]], max_norm=0.05)
+    executor = make_executor(model, plan_for(model, home=home, keep=keep))
+    for _ in range(2):
+        executor.begin_forward()
+        executor.set_last_micro_batch(last)
+        Model.loss(model, data[0]).backward()
+    executor.discard_gradients()
+    train(executor, [[data[1]], [data[2]]], max_norm=0.05)
+    assert_same_weights(model, reference)
+    executor.close()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("state_bits", [32, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
