@@ -26,6 +26,7 @@ class Rule:
     above: float | None = None
     """Exclusive lower bound."""
     at_least: float | None = None
+    at_most: float | None = None
     choices: tuple[Any, ...] = ()
 
     def problem(self, value: Any) -> str | None:
@@ -37,6 +38,7 @@ class Rule:
             and (not self.choices or value in self.choices)
             and (self.above is None or value > self.above)
             and (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
         )
         return None if fits else f"is {show_json(value)}; expected {self.describe()}"
 
@@ -51,6 +53,8 @@ class Rule:
             text += f" above {self.above:g}"
         if self.at_least is not None:
             text += f" of at least {self.at_least:g}"
+        if self.at_most is not None:
+            text += f" and at most {self.at_most:g}"
         return text + (", or null" if self.nullable else "")
 
     def json_schema(self) -> dict[str, Any]:
@@ -63,6 +67,8 @@ class Rule:
             schema["exclusiveMinimum"] = self.above
         if self.at_least is not None:
             schema["minimum"] = self.at_least
+        if self.at_most is not None:
+            schema["maximum"] = self.at_most
         return schema
 
     def _has_kind(self, value: Any) -> bool:
@@ -140,7 +146,7 @@ class OptimizerConfig:
     threads: int | None = option(
         "CPU threads of the update; null: the affinity mask and cgroup quota, divided by the ranks of this machine",
         None,
-        Rule(kind="integer", nullable=True, at_least=1),
+        Rule(kind="integer", nullable=True, at_least=1, at_most=1024),
     )
 
     def __post_init__(self) -> None:

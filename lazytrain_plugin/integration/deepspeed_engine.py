@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from torch import distributed as dist
 from torch import nn
 
-from lazytrain_plugin.errors import ConfigError, UnsupportedModelError
+from lazytrain_plugin.errors import ConfigError, LazyTrainError, UnsupportedModelError
 from lazytrain_plugin.integration import fused, hook
 from lazytrain_plugin.integration.at_exit import finish_at_exit
 from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
@@ -133,9 +133,14 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
     # A step.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        executor = self.lazytrain.executor
+        if executor.closed:
+            raise LazyTrainError(
+                "this engine was destroyed, or its model was handed over to a newer one, and trains nothing any more; "
+                "use the newer engine, or make one with deepspeed.initialize"
+            )
         self._refuse_new_parameters()
         refuse_compiled(self._modules_around_units)
-        executor = self.lazytrain.executor
         if self.module.training and torch.is_grad_enabled():
             plan = self._planner.plan_for(count_tokens(inputs, kwargs))
             if plan is not None:

@@ -19,7 +19,7 @@ from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.gradients import GradientSink
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import UnitTensor, lay_out
-from lazytrain_plugin.runtime.node import LocalGraph, UnitCall, leaves_of, refuse_unknown_leaf
+from lazytrain_plugin.runtime.node import UnitCall
 from lazytrain_plugin.runtime.norms import GradientNorm, LaneNorm, TorchNorm
 from lazytrain_plugin.runtime.outside_changes import OutsideChanges
 from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
@@ -102,6 +102,12 @@ class Executor:
                 tensor.index = len(self.trained_tensors)
                 tensor.group, tensor.position_in_group = place_in_group[parameter]
                 self.trained_tensors.append(tensor)
+        self._frozen_in_groups = [
+            (self.owner[p][1].name, p)
+            for group in groups
+            for p in group["params"]
+            if p in self.owner and p not in place_in_group
+        ]
         self._position = {unit: i for i, unit in enumerate(self.units)}
         first = lambda unit: positions[unit.layout.tensors[0].parameter]  # noqa: E731
         first_streamed = min(map(first, self.units), default=0)
@@ -111,6 +117,10 @@ class Executor:
         for unit in self.units:
             shared = {self.owner[p] for p in unit.module.parameters() if self.owner[p][0] is not unit}
             unit.foreign = tuple(t for _, t in sorted(shared, key=lambda item: item[1].name) if t.trained)
+
+    @property
+    def closed(self) -> bool:
+        return self._hooks is None
 
     @property
     def all_units(self) -> list[Unit]:
@@ -128,7 +138,8 @@ class Executor:
         native = isinstance(self.updater, NativeAdamW)
         for unit in self.all_units:
             unit_plan, before = plan.unit(unit.name), unit.home
-            if before is not None and before.plan == unit_plan:
+            if before is not None and before.fits(unit_plan):
+                before.plan = unit_plan
                 continue
             home = UnitHome(unit.layout, unit_plan, self.device, native=native)
             if before is None:
@@ -190,7 +201,7 @@ class Executor:
     @contextlib.contextmanager
     def lease(self, unit: Unit, *, backward: bool) -> Iterator[None]:
         """Within: the unit's parameters are on the device and up to date. Whatever happens, they go home after."""
-        if unit.home.on_gpu or unit.lease_depth:
+        if unit.home.on_gpu or unit.slot is not None:
             self.settle(unit)
             self._prefetch_after(unit, backward)
             yield
@@ -199,16 +210,16 @@ class Executor:
         # Weights that were not updated early enough could not be fetched early enough either.
         late = unit.update_ticket is not None and not self._slots.holds(unit)
         self.settle(unit)
-        slot = self._slots.acquire(unit, "update" if late else "weights", idle_since)
-        unit.lease_depth += 1
-        unit.point_to(slot)
+        slot = None
         try:
+            slot = self._slots.acquire(unit, "update" if late else "weights", idle_since)
+            unit.point_to(slot)
             self._prefetch_after(unit, backward)
             yield
         finally:
-            unit.lease_depth -= 1
             unit.point_home()
-            self._slots.release(slot)
+            if slot is not None:
+                self._slots.release(slot)
 
     def _prefetch_after(self, unit: Unit, backward: bool) -> None:
         """Starts the transfers of the streamed units that run next; what is needed sooner stays in its slot."""
@@ -239,22 +250,6 @@ class Executor:
             unit.publish_event = None
         unit.settle()
 
-    def audit(self, unit: Unit, graph: LocalGraph) -> None:
-        """Finds stem weights that a unit uses without holding them, and refuses what can't get a gradient."""
-        known = {*graph.leaves, *(target.parameter for target in unit.gradient_targets())}
-        for leaf in leaves_of(graph.outputs) - known:
-            owner, tensor = self.owner.get(leaf, (None, None))
-            if owner is None:
-                refuse_unknown_leaf(unit.name, leaf)
-            if owner.module is not None:
-                raise UnsupportedModelError(
-                    f"{unit.name} uses {tensor.name}, a weight of another streamed layer; register it as a parameter "
-                    "of both, so that it is shared and stays on the GPU"
-                )
-            if tensor.trained:
-                unit.foreign = (*unit.foreign, tensor)
-        unit.audited = True
-
     # Gradients and the step.
 
     def set_last_micro_batch(self, last: bool) -> None:
@@ -280,10 +275,25 @@ class Executor:
 
     def begin_forward(self) -> None:
         """Called before the model runs: books the time since the last gradient, and takes over changed weights."""
+        self._end_interrupted_leases()
+        for name, parameter in self._frozen_in_groups:
+            if parameter.requires_grad:
+                raise UnsupportedModelError(
+                    f"{name} was frozen when the engine was made and is to be trained now: it has no optimizer states. "
+                    "Unfreeze it first, then make the Trainer (or the engine)"
+                )
         self._outside.before_forward()
         if self._idle_since is not None and self.streams.is_cuda:
             self.streams.trace.add_events("step", self._idle_since, self.streams.record(timing=True))
         self._idle_since = None
+
+    def _end_interrupted_leases(self) -> None:
+        """A Ctrl-C can strike while a lease is being given back."""
+        if self._slots is not None:
+            self._slots.end_leases()
+        for unit in self.units:
+            if unit.slot is not None:
+                unit.point_home()
 
     def step(self, max_norm: float) -> tuple[GradientNorm, bool]:
         """Fixes this step's scalars and starts the updates; returns before they are done.
@@ -364,7 +374,7 @@ class Executor:
 
     def close(self) -> None:
         """Gives threads, page locks and staging memory back; the model keeps true weights. Safe to call twice."""
-        if self._hooks is None:
+        if self.closed:
             return
         try:
             self._wait()

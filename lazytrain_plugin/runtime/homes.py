@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -81,6 +82,10 @@ class UnitHome:
         buffer = HostBuffer(numel * dtype.itemsize, pin=False)
         self.state_buffers.append(buffer)
         return buffer.tensor(dtype, 0, numel)
+
+    def fits(self, plan: UnitPlan) -> bool:
+        """Whether `plan` asks for this very home (what is kept between forward and backward is not part of it)."""
+        return replace(self.plan, activations=plan.activations, reason=plan.reason) == plan
 
     # What the update works on.
 

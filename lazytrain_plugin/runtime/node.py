@@ -83,7 +83,7 @@ class UnitCall:
             outputs = self.call_unit(args, kwargs)
         graph = LocalGraph(leaves, outputs, self.unit)
         if not self.unit.audited:
-            self.executor.audit(self.unit, graph)
+            audit(self.executor, self.unit, graph)
             graph = LocalGraph(leaves, outputs, self.unit)
         return graph
 
@@ -110,7 +110,7 @@ class UnitCall:
         return [by_leaf.get(position) for position in range(len(inputs))]
 
     def recompute(self, inputs) -> LocalGraph:
-        devices = [self.executor.device.index or 0] if self.gpu_rng is not None else []
+        devices = self.gpu_rng[0] if self.gpu_rng is not None else []
         with torch.random.fork_rng(devices=devices), self.autocast:
             torch.set_rng_state(self.cpu_rng)
             if self.gpu_rng is not None:
@@ -203,6 +203,30 @@ class AutocastState:
             self.contexts.pop().__exit__(*exc_info)
 
 
+def audit(executor: Executor, unit: Unit, graph: LocalGraph) -> None:
+    """Finds stem weights that a unit uses without holding them, and refuses what can't get a gradient.
+
+    Raises:
+        UnsupportedModelError: the unit uses a weight of another streamed layer, or an unknown tensor that needs grad.
+    """
+    known = {*graph.leaves, *(target.parameter for target in unit.gradient_targets())}
+    for leaf in leaves_of(graph.outputs) - known:
+        owner, tensor = executor.owner.get(leaf, (None, None))
+        if owner is None:
+            raise UnsupportedModelError(
+                f"{unit.name} uses a tensor of shape {tuple(leaf.shape)} that requires grad but is neither an argument "
+                "of the layer nor a parameter of the model: its gradient would be lost. Pass it as an argument."
+            )
+        if owner.module is not None:
+            raise UnsupportedModelError(
+                f"{unit.name} uses {tensor.name}, a weight of another streamed layer; register it as a parameter of "
+                "both, so that it is shared and stays on the GPU"
+            )
+        if tensor.trained:
+            unit.foreign = (*unit.foreign, tensor)
+    unit.audited = True
+
+
 def leaves_of(outputs: list[torch.Tensor]) -> set[torch.Tensor]:
     """Every leaf tensor that requires grad and is reachable from `outputs`."""
     found, seen = set(), set()
@@ -216,10 +240,3 @@ def leaves_of(outputs: list[torch.Tensor]) -> set[torch.Tensor]:
             found.add(node.variable)
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
     return found
-
-
-def refuse_unknown_leaf(unit_name: str, leaf: torch.Tensor) -> None:
-    raise UnsupportedModelError(
-        f"{unit_name} uses a tensor of shape {tuple(leaf.shape)} that requires grad but is neither an argument of the "
-        "layer nor a parameter of the model: its gradient would be lost. Pass it to the layer as an argument."
-    )

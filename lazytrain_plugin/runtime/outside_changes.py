@@ -60,7 +60,7 @@ class OutsideChanges:
         executor, training = self._executor, self._executor.model.training
         mode_changed, self._was_training = training != self._was_training, training
         for unit in executor.all_units:
-            if unit.lease_depth:
+            if unit.slot is not None:
                 continue
             version = _check_memory(unit)
             if version != self._versions.get(unit) or unit in self._touched or mode_changed:

@@ -46,6 +46,8 @@ class WeightSlots:
     def __init__(self, streams: Streams, count: int, nbytes: int) -> None:
         self._streams = streams
         self._slots = [WeightSlot(nbytes, streams.device) for _ in range(count)]
+        for slot in self._slots:
+            slot.last_use = streams.record()  # its memory may be what running kernels still read
         self._holding: dict[Unit, WeightSlot] = {}
         self._clock = 0
 
@@ -77,6 +79,13 @@ class WeightSlots:
     def release(self, slot: WeightSlot) -> None:
         slot.leases -= 1
         slot.last_use = self._streams.record()
+
+    def end_leases(self) -> None:
+        """Nothing runs now: leases that an interrupt left behind are over."""
+        for slot in self._slots:
+            if slot.leases:
+                slot.leases = 0
+                slot.last_use = self._streams.record()
 
     def drop(self, unit: Unit) -> None:
         """Forgets the unit's copy: its weights at home are about to change."""

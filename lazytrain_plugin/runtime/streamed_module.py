@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,10 @@ if TYPE_CHECKING:
     from lazytrain_plugin.runtime.unit import Unit
 
 _ATTRIBUTE = "_lazytrain"
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
 
 
 @functools.cache
@@ -34,7 +37,7 @@ def _streamed_class(original: type[nn.Module]) -> type[nn.Module]:
         def __reduce_ex__(self, protocol):
             # A copy or a pickle is an ordinary module with true weights: it has no executor.
             state = {k: v for k, v in self.__dict__.items() if k != _ATTRIBUTE}
-            return copyreg.__newobj__, (original,), state
+            return _new, (original,), state
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Streamed, name, getattr(original, name))

@@ -40,7 +40,6 @@ class Unit:
         """Whether a local graph has been searched for leaves that nobody declared."""
         self.slot: WeightSlot | None = None
         """The slot that `parameter.data` points into now; None while it points home."""
-        self.lease_depth = 0
         self.update_ticket: Ticket | None = None
         """The last update of this unit on the update thread."""
         self.publish_event = None

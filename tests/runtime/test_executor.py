@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import io
+import pickle
 import threading
 import time
 import weakref
@@ -515,4 +516,43 @@ def test_a_loss_that_lives_on_holds_no_activations(keep):
     assert loss.isfinite()
     for handle in handles:
         handle.remove()
+    executor.close()
+
+
+def test_interrupted_leases_end_with_the_next_forward():
+    """A second Ctrl-C can strike while the first one's lease is being given back."""
+    model = make()
+    data = [[ids] for ids in batches(3, "cpu")]
+    reference, _ = train_plain(model, data)
+    executor = make_executor(model, plan_for(model))
+    train(executor, data[:1])
+    unit = executor.units[1]
+    slot = executor._slots.acquire(unit, "weights", None)
+    unit.point_to(slot)
+    train(executor, data[1:])
+    assert_same_weights(model, reference)
+    assert all(unit.slot is None for unit in executor.units)
+    executor.close()
+
+
+def test_a_layer_thawed_after_the_start_is_refused_by_name():
+    model = make()
+    model.layers[0].requires_grad_(False)
+    executor = make_executor(model, plan_for(model))
+    train(executor, [batches(1, "cpu")])
+    model.layers[0].requires_grad_(True)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.norm\.weight was frozen when the engine was made"):
+        train(executor, [batches(1, "cpu")])
+    executor.close()
+
+
+def test_a_unit_can_be_copied_and_pickled():
+    model = make()
+    executor = make_executor(model, plan_for(model))
+    train(executor, [batches(1, "cpu")])
+    for copied in (copy.deepcopy(model.layers[1]), pickle.loads(pickle.dumps(model.layers[1]))):
+        assert type(copied) is Block
+        x = torch.randn(2, HIDDEN)
+        with torch.no_grad():
+            assert torch.equal(copied(x), model.layers[1](x))
     executor.close()
