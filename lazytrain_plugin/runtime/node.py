@@ -38,9 +38,8 @@ class UnitCall:
         self.side_keys = executor.side_outputs.active_keys()
         self.rebuild_outputs = None
         self.graph: LocalGraph | None = None
-        self.device_type = executor.device.type
         if not self.keep:
-            self.autocast = AutocastState(self.device_type)
+            self.autocast = AutocastState(executor.device.type)
             self.cpu_rng = torch.get_rng_state()
             self.gpu_rng = get_device_states(*self.inputs) if executor.streams.is_cuda else None
 

@@ -44,7 +44,7 @@ def flatten_tensors(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[t
 
 @dataclasses.dataclass(frozen=True)
 class _DataclassRebuilder:
-    original: Any
+    dataclass_type: type  # not the instance, which would keep its tensors alive
     rebuild: Callable
     num_tensors: int
 
@@ -55,7 +55,7 @@ def _flatten_dataclass(value: Any, tensors: list[torch.Tensor]) -> Any:
     if not inner:
         return value
     tensors.extend(inner)
-    return _DataclassRebuilder(value, rebuild, len(inner))
+    return _DataclassRebuilder(type(value), rebuild, len(inner))
 
 
 def _fill(entry: Any, remaining) -> Any:
@@ -64,7 +64,7 @@ def _fill(entry: Any, remaining) -> Any:
     if isinstance(entry, _DataclassRebuilder):
         fields = entry.rebuild([next(remaining) for _ in range(entry.num_tensors)])
         # Not dataclasses.replace: `__post_init__` may compute on the tensors a second time.
-        copy = object.__new__(type(entry.original))
+        copy = object.__new__(entry.dataclass_type)
         for name, field in fields.items():
             object.__setattr__(copy, name, field)
         return copy
