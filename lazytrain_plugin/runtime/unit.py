@@ -82,7 +82,9 @@ class Unit:
     def _unpack(self, packed):
         if len(packed) == 4:
             dtype, shape, stride, offset = packed
-            return self.slot.flat.view(dtype).as_strided(shape, stride, offset)
+            if self.slot is not None:
+                return self.slot.flat.view(dtype).as_strided(shape, stride, offset)
+            return self._resident_weight(dtype, shape, stride, offset)
         tensor, version = packed
         if tensor._version != version:
             raise RuntimeError(
@@ -90,6 +92,13 @@ class Unit:
                 "the layer ran; replace the in-place operation on the layer's output or input by an ordinary one"
             )
         return tensor
+
+    def _resident_weight(self, dtype, shape, stride, offset) -> torch.Tensor:
+        """A saved weight of a unit that came to rest on the GPU between the forward that saved it and this backward."""
+        offset_bytes = offset * dtype.itemsize
+        tensor = next(t for t in self.layout.tensors if 0 <= offset_bytes - t.weight_offset_bytes < max(t.nbytes, 1))
+        inside = (offset_bytes - tensor.weight_offset_bytes) // dtype.itemsize
+        return self.home.gpu_weights[tensor].as_strided(shape, stride, inside)
 
     # Updates under way.
 

@@ -556,3 +556,28 @@ def test_a_unit_can_be_copied_and_pickled():
         with torch.no_grad():
             assert torch.equal(copied(x), model.layers[1](x))
     executor.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("before", "after"), [("cpu", "gpu"), ("gpu", "cpu"), ("cpu", "mixed")])
+def test_units_may_move_between_a_kept_forward_and_its_backward(before, after, device):
+    """A longer batch plans again: the graph of a forward that waits for its backward must find its weights."""
+    model = make().to(device)
+    executor = make_executor(model, plan_for(model, home=before, keep="all", device=device), device=device)
+    reference = make().to(device)
+    ids = batches(1, device)[0]
+    reference.loss(ids).backward()
+    loss = model.loss(ids)
+    executor.place(plan_for(model, home=after, keep="all", device=device))
+    arrived = {}
+    deliver = executor.deliver
+    executor.deliver = lambda unit, gradients: (
+        arrived.update({t.name: g.clone() for t, g in gradients}),
+        deliver(unit, gradients),
+    )
+    loss.backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if name.startswith("layers")}
+    assert arrived.keys() == wanted.keys()
+    for name, gradient in arrived.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-7)
+    executor.close()
