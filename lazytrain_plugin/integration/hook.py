@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import difflib
 import functools
 import inspect
 import logging
@@ -20,7 +21,7 @@ from typing import Any
 
 from lazytrain_plugin.config.deepspeed_conflicts import check_deepspeed_config
 from lazytrain_plugin.config.parse import lazytrain_block, parse_block
-from lazytrain_plugin.config.schema import LazyTrainConfig
+from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.integration import hf_loading
 from lazytrain_plugin.integration.logs import setup_logging
@@ -75,6 +76,7 @@ def _patch_initialize(deepspeed: ModuleType) -> None:
         arguments = _bind(signature, args, kwargs)
         ds_config = _config_of_call(deepspeed, arguments)
         if lazytrain_block(ds_config) is None:
+            _warn_of_near_miss(ds_config)
             return original(*args, **kwargs)
         config = load_config(ds_config)
         if isinstance(arguments.get("model"), deepspeed.PipelineModule):
@@ -97,6 +99,16 @@ def _patch_initialize(deepspeed: ModuleType) -> None:
 
     initialize._lazytrain_original = original
     deepspeed.initialize = initialize
+
+
+def _warn_of_near_miss(ds_config: dict | None) -> None:
+    """DeepSpeed takes any top-level key without a word, so a misspelt block would be plain DeepSpeed in silence."""
+    if ds_config and BLOCK not in ds_config:
+        for key in difflib.get_close_matches(
+            BLOCK, [key for key in ds_config if isinstance(key, str)], n=1, cutoff=0.7
+        ):
+            setup_logging()
+            logger.warning('the DeepSpeed config has a block "%s" that nobody reads; did you mean "%s"?', key, BLOCK)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The wrapper around `deepspeed.initialize`, on a stand-in module: what it swaps, when, and what it refuses."""
 
 import json
+import logging
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -89,6 +90,15 @@ def test_enabled_block_makes_our_engine_with_the_parsed_config(call, deepspeed):
 def test_no_block_or_a_disabled_one_gives_plain_deepspeed(call, deepspeed, ds_config):
     engine, *_ = call(ds_config)
     assert type(engine) is deepspeed.plain_engine
+
+
+@pytest.mark.parametrize(("key", "warned"), [("lazytrian", True), ("lazy_train", True), ("comms_logger", False)])
+def test_a_misspelt_block_is_named(deepspeed, caplog, key, warned):
+    logging.getLogger("lazytrain_plugin").addHandler(caplog.handler)
+    engine, *_ = deepspeed.initialize(config={"zero_optimization": {"stage": 3}, key: {}})
+    logging.getLogger("lazytrain_plugin").removeHandler(caplog.handler)
+    assert type(engine) is deepspeed.plain_engine
+    assert (f'"{key}" that nobody reads; did you mean "lazytrain"' in caplog.text) == warned
 
 
 def test_a_wrong_block_or_a_conflict_stops_before_an_engine_is_made(call):
