@@ -8,6 +8,7 @@ class Tier(StrEnum):
 
     GPU = "gpu"
     CPU = "cpu"
+    NVME = "nvme"
 
 
 class Updater(StrEnum):
@@ -22,6 +23,10 @@ class Activations(StrEnum):
 
     RECOMPUTE = "recompute"
     """Only its input; the forward runs again in backward."""
+    ATTENTION = "attention"
+    """Input and attention outputs; the rest runs again."""
+    MATMULS = "matmuls"
+    """Outputs of matrix products and of attention; only element-wise work runs again."""
     KEEP = "keep"
     """Every saved tensor except weights."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,30 +19,52 @@ class UnitPlan:
     name: str
     """Name of the unit, as unit discovery gives it (`model.layers.3`, `stem.lm_head`)."""
     weights: Tier
-    """Home of the weights. Stem weights are always on the GPU."""
+    """Home of the weights. Stem weights are always on the GPU (where there is one)."""
     states: Tier
-    """Home of master remainder, moments and gradients; equal to the tier of `updater`."""
+    """Home of master remainder, moments and accumulated gradients."""
     updater: Updater
+    """GPU with states on the CPU: the states are streamed through the GPU while the next forward runs."""
+    gradients: Tier | None = None
+    """Home of the gradients between backward and update; None: GPU for states on the GPU, else CPU."""
     state_bits: int = 32
     """Bits of one optimizer moment element: 32 or 8 (block-wise, block 256)."""
     activations: Activations = Activations.RECOMPUTE
-    """Ignored for stem units."""
+    """What is saved between forward and backward beside the input. Ignored for stem units."""
+    boundary: Tier = Tier.GPU
+    """Where the unit's input rests between forward and backward. Ignored for stem units."""
+    saved: Tier = Tier.GPU
+    """Where what `activations` saves rests. Ignored for stem units and where nothing is saved."""
     reason: str = ""
     """One sentence: why this placement."""
 
     def __post_init__(self) -> None:
         if self.state_bits not in (8, 32):
             raise PlanMismatchError(f"{self.name}: state_bits is {self.state_bits}; the formats are 32 and 8")
-        if self.states.value != self.updater.value:
+        if self.states == Tier.GPU and (self.updater != Updater.GPU or self.weights != Tier.GPU):
             raise PlanMismatchError(
-                f"{self.name}: states rest on {self.states} but the {self.updater} updates them; "
-                "place both on the same side"
+                f"{self.name}: states rest on the GPU with weights on {self.weights} and the {self.updater} updating; "
+                "put the weights on the GPU too and let it update"
             )
-        if self.weights == Tier.CPU and self.updater == Updater.GPU:
+        if self.updater == Updater.GPU and Tier.NVME in (self.states, self.weights):
             raise PlanMismatchError(
-                f"{self.name}: weights on the CPU with a GPU updater is not supported; "
-                "put weights and states on the GPU, or both on the CPU"
+                f"{self.name}: weights on {self.weights} and states on {self.states} can't be updated by the GPU; "
+                "what rests on NVMe is updated by the CPU"
             )
+        if self.gradients not in (None, Tier.CPU) and self.gradients != self.states:
+            raise PlanMismatchError(
+                f"{self.name}: gradients on {self.gradients} with states on {self.states}; "
+                "put them where the states are, or on the CPU"
+            )
+
+    @property
+    def gradient_tier(self) -> Tier:
+        """Where the gradients rest between backward and update."""
+        return self.gradients or (Tier.GPU if self.states == Tier.GPU else Tier.CPU)
+
+    @property
+    def streams_states(self) -> bool:
+        """The GPU updates states that rest in host memory."""
+        return self.updater == Updater.GPU and self.states == Tier.CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +82,17 @@ class PlacementPlan:
     """Staging buffers on the GPU for streamed weights (at least 2)."""
     gradient_slots: int = 2
     """Units whose gradients may be on the GPU at once: the one in backward and those on their way to the CPU."""
+    state_slots: int = 2
+    """Staging buffers on the GPU for states that the GPU updates but the CPU holds."""
+    activation_slots: int = 2
+    """Units whose activations may be on their way off the GPU, or back, at once."""
+    nvme_slots: int = 3
+    """Staging buffers in host memory for what rests on NVMe."""
     fidelity: Fidelity = Fidelity.EXACT
     max_tokens: int | None = None
     """Tokens of one micro-batch that the memory figures hold for; None when unknown."""
     predicted_bytes: dict[str, int] = field(default_factory=dict)
-    """Peak bytes per tier, `{"gpu": ..., "cpu": ...}`."""
+    """Peak bytes per tier, `{"gpu": ..., "cpu": ..., "nvme": ...}`."""
     predicted_step_s: float | None = None
     """Step time by the simulator, optimizer step and accumulation included; None when unknown."""
     solver: dict[str, str | float | None] = field(default_factory=dict)
@@ -74,8 +102,8 @@ class PlacementPlan:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.weight_slots < 2 or self.gradient_slots < 1:
-            raise PlanMismatchError("a plan needs at least 2 weight slots and 1 gradient slot")
+        if self.weight_slots < 2 or min(self.gradient_slots, self.state_slots, self.activation_slots) < 1:
+            raise PlanMismatchError("a plan needs at least 2 weight slots, and 1 slot of each other kind")
 
     def unit(self, name: str) -> UnitPlan:
         for candidate in (*self.units, *self.stem):
@@ -122,6 +150,9 @@ def _unit_from_dict(raw: dict) -> UnitPlan:
             "weights": Tier(raw["weights"]),
             "states": Tier(raw["states"]),
             "updater": Updater(raw["updater"]),
+            "gradients": Tier(raw["gradients"]) if raw.get("gradients") else None,
             "activations": Activations(raw["activations"]),
+            "boundary": Tier(raw["boundary"]),
+            "saved": Tier(raw["saved"]),
         }
     )
