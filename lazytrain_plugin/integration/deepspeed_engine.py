@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 
 from lazytrain_plugin.errors import ConfigError, LazyTrainError, UnsupportedModelError
-from lazytrain_plugin.integration import fused, hook
+from lazytrain_plugin.integration import fused, hook, tensor_access
 from lazytrain_plugin.integration.at_exit import finish_at_exit
 from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
 from lazytrain_plugin.integration.client_optimizer import make_adam, make_updater, optimizer_state_bits
@@ -126,6 +126,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             fused.apply_fused_kernels(self.module, device)
         finish_at_exit(executor.worker)
         self.lazytrain = ExecutorState(executor)
+        tensor_access.manage(self.lazytrain)
         self._managed_parameters = {id(parameter) for parameter in self.module.parameters()}
         self.module._apply = ApplyGuard(self.module, executor)
         return LazyTrainOptimizer(optimizer, self.lazytrain, self.seq_data_parallel_group, self.gradient_clipping())

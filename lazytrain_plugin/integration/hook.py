@@ -23,7 +23,7 @@ from lazytrain_plugin.config.deepspeed_conflicts import check_deepspeed_config
 from lazytrain_plugin.config.parse import lazytrain_block, parse_block
 from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.integration import hf_loading
+from lazytrain_plugin.integration import hf_loading, tensor_access
 from lazytrain_plugin.integration.logs import setup_logging
 from lazytrain_plugin.integration.single_process import provide_rendezvous
 
@@ -56,6 +56,7 @@ def patch_module(module: ModuleType) -> None:
         _patch_initialize(module)
         _patch_zero_init(module)
         _patch_shared_memory_op()
+        tensor_access.patch()
     else:
         hf_loading.patch(module)
 

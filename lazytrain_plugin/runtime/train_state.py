@@ -9,7 +9,7 @@ from lazytrain_plugin.runtime.homes import MOMENTS
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.state import ParamRecord, StateValue
 from lazytrain_plugin.runtime.streams import Trace
-from lazytrain_plugin.runtime.unit import Unit
+from lazytrain_plugin.runtime.unit import Arrival, Unit
 
 CODEC_PARTS = ("codes", "scales")
 
@@ -74,6 +74,17 @@ class ExecutorState:
                 moment = unit.home.moment(tensor, name)
                 for part in CODEC_PARTS:
                     getattr(moment, part).copy_(state[f"{name}.{part}"])
+
+    def read_gradient(self, record: ParamRecord) -> torch.Tensor | None:
+        """The window's gradient so far, [numel], fp32 or the weight's dtype; None: none yet. Call `flush` first."""
+        unit, tensor = self._find(record)
+        arrival = unit.arrived.get(tensor)
+        if arrival is None:
+            return None
+        if unit.fold_ticket is not None:
+            unit.fold_ticket.wait()
+        values = unit.home.gradient(tensor) if arrival == Arrival.WHOLE else unit.home.accumulated(tensor)
+        return logical_order(tensor, values)
 
     def flush(self) -> None:
         self.executor.flush()
