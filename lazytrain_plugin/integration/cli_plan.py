@@ -15,6 +15,7 @@ from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.explain import explain_plan, explain_unit
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -49,20 +50,21 @@ def plan_command(
     with _errors_to_exit():
         machine = load_hardware(hardware)
         profile = profile_from_config(model, dtype, sequence_length=seq_len, fused_kernels=machine.has_gpu)
-        arguments: dict[str, Any] = {
-            "max_tokens": micro_batch * seq_len,
-            "gpu_budget_bytes": _gib_to_bytes("gpu-memory-gib", gpu_memory_gib),
-            "cpu_budget_bytes": _gib_to_bytes("cpu-memory-gib", cpu_memory_gib),
-            "accumulation_steps": accumulation_steps,
-        }
-        plan = make_plan(profile, machine, fidelity=fidelity, **arguments)
-        ledger = check_plan(plan, profile, machine, **arguments)
+        request = PlanRequest(
+            max_tokens=micro_batch * seq_len,
+            gpu_budget_bytes=_gib_to_bytes("gpu-memory-gib", gpu_memory_gib),
+            cpu_budget_bytes=_gib_to_bytes("cpu-memory-gib", cpu_memory_gib),
+            fidelity=fidelity,
+            accumulation_steps=accumulation_steps,
+        )
+        plan = make_plan(profile, machine, request)
+        ledger = check_plan(plan, profile, machine, request)
         if out is not None:
             plan.save(out)
         if as_json:
             sys.stdout.write(plan.to_json())
             return
-        problem = build_problem(profile, machine, fidelity=fidelity, **arguments)
+        problem = build_problem(profile, machine, request)
         console = Console()
         size = f"{profile.num_parameters / 1e9:.2f} G parameters"
         console.print(f"{profile.name}: {size} on {machine.name} ({machine.source})")

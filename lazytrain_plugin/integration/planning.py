@@ -14,6 +14,7 @@ from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, adamw_8bit, adamw_fp32
 from lazytrain_plugin.plan.planner import make_plan
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.profile.measure import measure_hardware
@@ -99,12 +100,14 @@ class Planner:
         plan = make_plan(
             self._model_profile,
             self._hardware,
-            max_tokens=num_tokens,
-            gpu_budget_bytes=_bytes(config.gpu_memory_gib),
-            cpu_budget_bytes=_bytes(config.cpu_memory_gib),
-            fidelity=Fidelity(config.fidelity),
-            state_bits=self._state_bits,
-            accumulation_steps=self._accumulation_steps,
+            PlanRequest(
+                max_tokens=num_tokens,
+                gpu_budget_bytes=_bytes(config.gpu_memory_gib),
+                cpu_budget_bytes=_bytes(config.cpu_memory_gib),
+                fidelity=Fidelity(config.fidelity),
+                state_bits=self._state_bits,
+                accumulation_steps=self._accumulation_steps,
+            ),
         )
         self._planned_tokens = num_tokens
         resident = sum(unit.weights == Tier.GPU for unit in plan.units)

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from lazytrain_plugin.errors import InfeasiblePlanError, PlanMismatchError
 from lazytrain_plugin.plan.accounting import Ledger, account
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
@@ -19,23 +20,21 @@ def check_plan(
     plan: PlacementPlan,
     model: ModelProfile,
     hardware: HardwareProfile,
-    *,
-    max_tokens: int | None = None,
-    gpu_budget_bytes: int | None = None,
-    cpu_budget_bytes: int | None = None,
-    accumulation_steps: int = 1,
+    request: PlanRequest | None = None,
 ) -> Ledger:
     """Recomputes the plan's bytes per tier; returns them line by line.
 
     Args:
-        max_tokens: tokens of the micro-batch to check for; None means the plan's own.
+        request: budgets and sizes to check for; `max_tokens` None means the plan's own. Fidelity, state bits and
+            numbers of slots are the plan's in any case.
 
     Raises:
         PlanMismatchError: other units than the model's, a stem whose weights are off the GPU, or a lossy choice that
             the plan's fidelity forbids.
         InfeasiblePlanError: a tier's budget is exceeded; the message has need and have.
     """
-    tokens = max_tokens or plan.max_tokens
+    request = request or PlanRequest()
+    tokens = request.max_tokens or plan.max_tokens
     if tokens is None:
         raise PlanMismatchError("the plan has no max_tokens; pass the tokens of a micro-batch")
     for part, units, profiles in (("unit", plan.units, model.units), ("stem", plan.stem, model.stem)):
@@ -55,13 +54,9 @@ def check_plan(
         )
     if hardware.has_gpu and any(unit.weights != Tier.GPU for unit in plan.stem):
         raise PlanMismatchError("a stem unit's weights are off the GPU; they are read there between steps")
-    ledger = account(
-        _problem(plan, model, hardware, tokens, gpu_budget_bytes, cpu_budget_bytes, accumulation_steps), plan
-    )
-    have = {
-        "gpu": (gpu_budget_bytes or hardware.gpu_free_bytes) if hardware.has_gpu else 0,
-        "cpu": cpu_budget_bytes or hardware.cpu_free_bytes,
-    }
+    problem = _problem(plan, model, hardware, replace(request, max_tokens=tokens, fidelity=plan.fidelity))
+    ledger = account(problem, plan)
+    have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes}
     for tier, need_bytes in ledger.total_bytes().items():
         if need_bytes > have[tier]:
             fullest = max(getattr(ledger, tier).items(), key=lambda line: line[1])
@@ -72,22 +67,11 @@ def check_plan(
     return ledger
 
 
-def _problem(plan, model, hardware, tokens, gpu_budget_bytes, cpu_budget_bytes, accumulation_steps) -> PlacementProblem:
+def _problem(
+    plan: PlacementPlan, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest
+) -> PlacementProblem:
     """The problem with each unit's moments in the plan's own bits (a hand-written plan may mix them)."""
-
-    def build(bits: int) -> PlacementProblem:
-        return build_problem(
-            model,
-            hardware,
-            max_tokens=tokens,
-            gpu_budget_bytes=gpu_budget_bytes,
-            cpu_budget_bytes=cpu_budget_bytes,
-            fidelity=plan.fidelity,
-            state_bits=bits,
-            accumulation_steps=accumulation_steps,
-        )
-
-    by_bits = {bits: build(bits) for bits in (8, 32)}
+    by_bits = {bits: build_problem(model, hardware, replace(request, state_bits=bits)) for bits in (8, 32)}
     return replace(
         by_bits[32],
         units=tuple(by_bits[unit.state_bits].units[index] for index, unit in enumerate(plan.units)),

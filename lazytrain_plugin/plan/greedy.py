@@ -14,47 +14,27 @@ from dataclasses import replace
 from lazytrain_plugin.errors import InfeasiblePlanError
 from lazytrain_plugin.plan.accounting import account, unit_bytes
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile, UnitRole
 from lazytrain_plugin.units import format_bytes
-from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
+from lazytrain_plugin.vocab import Activations, Tier, Updater
 
 COARSE_COUNTS = 16
 WORTHWHILE_FRAC = 0.002
 """A placement that takes more GPU memory must be faster by this much."""
 
 
-def greedy_plan(
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    *,
-    max_tokens: int,
-    gpu_budget_bytes: int | None = None,
-    cpu_budget_bytes: int | None = None,
-    fidelity: Fidelity | str = Fidelity.EXACT,
-    state_bits: int | None = None,
-    accumulation_steps: int = 1,
-) -> PlacementPlan:
+def greedy_plan(model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> PlacementPlan:
     """The fastest placement of the family above, by the simulator. Deterministic.
-
-    Args: as `build_problem`.
 
     Raises:
         InfeasiblePlanError: nothing fits; the message has need and have per tier and the nearest remedies.
     """
-    problem = build_problem(
-        model,
-        hardware,
-        max_tokens=max_tokens,
-        gpu_budget_bytes=gpu_budget_bytes,
-        cpu_budget_bytes=cpu_budget_bytes,
-        fidelity=fidelity,
-        state_bits=state_bits,
-        accumulation_steps=accumulation_steps,
-    )
-    return plan_greedily(problem, rebuilder(model, hardware, problem))
+    problem = build_problem(model, hardware, request)
+    return plan_greedily(problem, rebuilder(model, hardware, request))
 
 
 def plan_greedily(problem: PlacementProblem, rebuild=None) -> PlacementPlan:
@@ -271,16 +251,6 @@ def feasible(problem: PlacementProblem) -> bool:
     )
 
 
-def rebuilder(
-    model: ModelProfile, hardware: HardwareProfile, problem: PlacementProblem
-) -> Callable[..., PlacementProblem]:
-    """Makes the same problem with some arguments of `build_problem` changed."""
-    arguments = {
-        "max_tokens": problem.max_tokens,
-        "gpu_budget_bytes": problem.gpu_budget_bytes or None,
-        "cpu_budget_bytes": problem.cpu_budget_bytes,
-        "fidelity": problem.fidelity,
-        "state_bits": problem.state_bits,
-        "accumulation_steps": problem.accumulation_steps,
-    }
-    return lambda **changes: build_problem(model, hardware, **{**arguments, **changes})
+def rebuilder(model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> Callable[..., PlacementProblem]:
+    """Makes the same problem with some fields of the request changed."""
+    return lambda **changes: build_problem(model, hardware, replace(request, **changes))

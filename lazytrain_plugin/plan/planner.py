@@ -6,6 +6,7 @@ import importlib.util
 import logging
 
 from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
@@ -13,14 +14,14 @@ from lazytrain_plugin.profile.model import ModelProfile
 logger = logging.getLogger(__name__)
 
 
-def make_plan(model: ModelProfile, hardware: HardwareProfile, **arguments) -> PlacementPlan:
-    """The best placement that this installation can find. Arguments and errors: as `greedy_plan`."""
+def make_plan(model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> PlacementPlan:
+    """The best placement that this installation can find. Errors: as `greedy_plan`."""
     if importlib.util.find_spec("highspy") is None:
         logger.warning(
             "highspy is not installed: the plan comes from the greedy planner, up to 6 %% slower with accumulation and "
             "small batches, and without a proven gap (pip install highspy)"
         )
-        return greedy_plan(model, hardware, **arguments)
+        return greedy_plan(model, hardware, request)
     from lazytrain_plugin.plan.solve import solve_plan
 
-    return solve_plan(model, hardware, **arguments)
+    return solve_plan(model, hardware, request)

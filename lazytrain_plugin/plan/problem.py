@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile, UnitProfile, UnitRole
 from lazytrain_plugin.units import GIB, MIB
@@ -26,8 +27,6 @@ HOST_RESERVE_CPU_BYTES = GIB
 """Interpreter and torch without CUDA."""
 FRAGMENTATION_FRAC = 0.06
 """Head-room on memory that comes and goes (activations, workspace, logits); flats and states are exact."""
-WEIGHT_SLOTS = 3
-GRADIENT_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,67 +90,35 @@ class PlacementProblem:
         return self.accumulation_steps > 1
 
 
-def build_problem(
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    *,
-    max_tokens: int,
-    gpu_budget_bytes: int | None = None,
-    cpu_budget_bytes: int | None = None,
-    fidelity: Fidelity | str = Fidelity.EXACT,
-    state_bits: int | None = None,
-    accumulation_steps: int = 1,
-    weight_slots: int = WEIGHT_SLOTS,
-    gradient_slots: int = GRADIENT_SLOTS,
-) -> PlacementProblem:
-    """Bytes and seconds of `model` on `hardware` for micro-batches of up to `max_tokens` tokens.
-
-    Args:
-        gpu_budget_bytes, cpu_budget_bytes: None means what the machine has free for this process.
-        state_bits: 32 or 8; None means what `fidelity` says (8 unless exact).
-        accumulation_steps: micro-batches per optimizer step.
+def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> PlacementProblem:
+    """Bytes and seconds of `model` on `hardware` for what `request` asks.
 
     Raises:
-        ConfigError: a budget that is not positive, or sizes below 1.
+        ConfigError: the request has no `max_tokens`.
     """
-    fidelity = Fidelity(fidelity)
-    if state_bits is None:
-        state_bits = 32 if fidelity == Fidelity.EXACT else 8
-    if max_tokens < 1 or accumulation_steps < 1:
-        raise ConfigError(
-            f"max_tokens is {max_tokens} and accumulation_steps {accumulation_steps}; both are at least 1"
-        )
-    gpu_budget = _budget("gpu", gpu_budget_bytes, hardware.gpu_free_bytes) if hardware.has_gpu else 0
-    cpu_budget = _budget("cpu", cpu_budget_bytes, hardware.cpu_free_bytes)
+    if request.max_tokens is None:
+        raise ConfigError("a plan needs max_tokens: the tokens (batch x sequence) of the largest micro-batch")
 
     def cost(unit: UnitProfile) -> UnitCost:
-        return _unit_cost(unit, hardware, max_tokens, state_bits, accumulation_steps)
+        return _unit_cost(unit, hardware, request.max_tokens, request.state_bits, request.accumulation_steps)
 
     return PlacementProblem(
         units=tuple(cost(unit) for unit in model.units),
         stem=tuple(cost(unit) for unit in model.stem),
         has_gpu=hardware.has_gpu,
-        gpu_budget_bytes=gpu_budget,
-        cpu_budget_bytes=cpu_budget,
+        gpu_budget_bytes=(request.gpu_budget_bytes or hardware.gpu_free_bytes) if hardware.has_gpu else 0,
+        cpu_budget_bytes=request.cpu_budget_bytes or hardware.cpu_free_bytes,
         gpu_reserve_bytes=GPU_RESERVE_BYTES if hardware.has_gpu else 0,
         cpu_reserve_bytes=HOST_RESERVE_GPU_BYTES if hardware.has_gpu else HOST_RESERVE_CPU_BYTES,
-        loss_bytes=model.loss_bytes(max_tokens),
-        max_tokens=max_tokens,
-        accumulation_steps=accumulation_steps,
-        state_bits=state_bits,
-        fidelity=fidelity,
-        weight_slots=weight_slots,
-        gradient_slots=gradient_slots,
+        loss_bytes=model.loss_bytes(request.max_tokens),
+        max_tokens=request.max_tokens,
+        accumulation_steps=request.accumulation_steps,
+        state_bits=request.state_bits,
+        fidelity=request.fidelity,
+        weight_slots=request.weight_slots,
+        gradient_slots=request.gradient_slots,
         digests={"hardware": hardware.digest, "model": model.digest},
     )
-
-
-def _budget(tier: str, budget_bytes: int | None, free_bytes: int) -> int:
-    if budget_bytes is None:
-        return free_bytes
-    if budget_bytes <= 0:
-        raise ConfigError(f"{tier}_memory_gib is {budget_bytes / GIB:g}; give a size above 0, or null for all there is")
-    return int(budget_bytes)
 
 
 def _unit_cost(

@@ -14,11 +14,12 @@ from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.greedy import explained, fits, infeasible, plan_greedily, rebuilder
 from lazytrain_plugin.plan.objective import set_objective
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
-from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
+from lazytrain_plugin.vocab import Activations, Tier, Updater
 
 logger = logging.getLogger(__name__)
 
@@ -54,36 +55,22 @@ class Outcome:
 def solve_plan(
     model: ModelProfile,
     hardware: HardwareProfile,
+    request: PlanRequest,
     *,
-    max_tokens: int,
-    gpu_budget_bytes: int | None = None,
-    cpu_budget_bytes: int | None = None,
-    fidelity: Fidelity | str = Fidelity.EXACT,
-    state_bits: int | None = None,
-    accumulation_steps: int = 1,
     time_limit_s: float = TIME_LIMIT_S,
     gap_frac: float = GAP_FRAC,
 ) -> PlacementPlan:
     """The fastest placement that the program finds; never slower, by the simulator, than the greedy one.
 
-    Args: as `build_problem`, and
+    Args:
         time_limit_s: search time; the best placement so far is taken then, and its gap is in the plan.
         gap_frac: the search ends when the placement is proven to be this close to the best.
 
     Raises:
         InfeasiblePlanError: nothing fits; need and have per tier and the nearest remedies are in the message.
     """
-    problem = build_problem(
-        model,
-        hardware,
-        max_tokens=max_tokens,
-        gpu_budget_bytes=gpu_budget_bytes,
-        cpu_budget_bytes=cpu_budget_bytes,
-        fidelity=fidelity,
-        state_bits=state_bits,
-        accumulation_steps=accumulation_steps,
-    )
-    return solve_problem(problem, rebuilder(model, hardware, problem), time_limit_s=time_limit_s, gap_frac=gap_frac)
+    problem = build_problem(model, hardware, request)
+    return solve_problem(problem, rebuilder(model, hardware, request), time_limit_s=time_limit_s, gap_frac=gap_frac)
 
 
 def solve_problem(

@@ -11,6 +11,7 @@ from pathlib import Path
 from lazytrain_plugin.errors import ConfigError, UnsupportedModelError
 from lazytrain_plugin.profile._json import digest_of
 from lazytrain_plugin.units import align_up
+from lazytrain_plugin.vocab import Activations
 
 STATE_ALIGNMENT_ELEMENTS = 256
 """Each tensor's states start at a multiple of this: the block of the 8-bit states never straddles two tensors."""
@@ -76,6 +77,17 @@ class TensorProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyProfile:
+    """What one way of saving activations holds, and what it computes again."""
+
+    activations: Activations
+    saved_bytes_per_token: int
+    """Saved between forward and backward beside the unit's input, each storage once, without weights."""
+    recompute_frac: float
+    """Share of the unit's forward time that runs again in backward, in [0, 1]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitProfile:
     """A streamed layer, or a part of the stem. Every parameter appears in one unit only (tied ones too)."""
 
@@ -92,6 +104,8 @@ class UnitProfile:
     """Floating point operations of the forward, attention included."""
     forward_s_per_token: float | None = None
     """Measured time of the forward; None: derived from `flop_per_token`."""
+    strategies: tuple[StrategyProfile, ...] = ()
+    """Ways of saving between RECOMPUTE (nothing, all again) and KEEP (`kept_bytes_per_token`, nothing again)."""
 
     @property
     def num_parameters(self) -> int:
@@ -199,4 +213,8 @@ class ModelProfile:
 
 def _unit_from_dict(raw: dict) -> UnitProfile:
     tensors = tuple(TensorProfile(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in raw["tensors"])
-    return UnitProfile(**{**raw, "tensors": tensors, "role": UnitRole(raw["role"])})
+    strategies = tuple(
+        StrategyProfile(**{**strategy, "activations": Activations(strategy["activations"])})
+        for strategy in raw.get("strategies", ())
+    )
+    return UnitProfile(**{**raw, "tensors": tensors, "role": UnitRole(raw["role"]), "strategies": strategies})

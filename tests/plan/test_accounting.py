@@ -7,6 +7,7 @@ import pytest
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, build_problem
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.units import GIB
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 from tests.plan import builders
@@ -20,7 +21,7 @@ TOKENS = 100
 def problem_of(**changes):
     model = changes.pop("model", None) or builders.model(3)
     machine = changes.pop("hardware", None) or builders.hardware()
-    return build_problem(model, machine, max_tokens=TOKENS, **changes)
+    return build_problem(model, machine, PlanRequest(max_tokens=TOKENS, **changes))
 
 
 @pytest.mark.parametrize(

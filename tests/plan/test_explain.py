@@ -7,12 +7,13 @@ from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.explain import explain_plan, explain_unit
 from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.units import GIB, MIB
 from tests.plan import builders
 
 MODEL, MACHINE = builders.model(40), builders.hardware()
 BUDGET = GIB + 500 * MIB
-PLAN = greedy_plan(MODEL, MACHINE, max_tokens=2048, gpu_budget_bytes=BUDGET)
+PLAN = greedy_plan(MODEL, MACHINE, PlanRequest(max_tokens=2048, gpu_budget_bytes=BUDGET))
 
 
 def text_of(renderable) -> str:
@@ -22,7 +23,7 @@ def text_of(renderable) -> str:
 
 
 def test_forty_layers_fit_one_screen():
-    ledger = check_plan(PLAN, MODEL, MACHINE, gpu_budget_bytes=BUDGET)
+    ledger = check_plan(PLAN, MODEL, MACHINE, PlanRequest(gpu_budget_bytes=BUDGET))
     text = text_of(explain_plan(PLAN, ledger=ledger, have_bytes={"gpu": BUDGET, "cpu": MACHINE.cpu_free_bytes}))
     assert len(text.splitlines()) <= 40
     assert "1.5 GiB" in text and "16.0 GiB" in text  # have, per tier

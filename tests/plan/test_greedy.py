@@ -7,6 +7,7 @@ import pytest
 from lazytrain_plugin.errors import ConfigError, InfeasiblePlanError, PlanMismatchError
 from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.units import GIB, MIB
 from lazytrain_plugin.vocab import Activations, Tier, Updater
@@ -27,11 +28,11 @@ def keeping(plan):
 def test_budget_is_kept_and_more_memory_is_never_slower(extra_mib):
     model, machine = builders.model(6), builders.hardware()
     budget = GIB + extra_mib * MIB
-    plan = greedy_plan(model, machine, max_tokens=TOKENS, gpu_budget_bytes=budget)
-    ledger = check_plan(plan, model, machine, gpu_budget_bytes=budget)
+    plan = greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=budget))
+    ledger = check_plan(plan, model, machine, PlanRequest(gpu_budget_bytes=budget))
     assert ledger.total_bytes() == plan.predicted_bytes
     assert plan.predicted_bytes["gpu"] <= budget
-    roomier = greedy_plan(model, machine, max_tokens=TOKENS, gpu_budget_bytes=budget + 100 * MIB)
+    roomier = greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=budget + 100 * MIB))
     assert roomier.predicted_step_s <= plan.predicted_step_s * 1.002
 
 
@@ -43,7 +44,7 @@ def test_memory_follows_the_budget_in_small_steps():
     used = []
     for extra_mib in range(200, 600, 10):
         budget = GIB + extra_mib * MIB
-        plan = greedy_plan(model, machine, max_tokens=TOKENS, gpu_budget_bytes=budget)
+        plan = greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=budget))
         used.append(plan.predicted_bytes["gpu"])
         if len(resident(plan)) < 12 and len(keeping(plan)) < 12:
             assert budget - used[-1] < unit_bytes + stem_bytes
@@ -52,7 +53,7 @@ def test_memory_follows_the_budget_in_small_steps():
 
 def test_slow_updates_buy_residency_at_the_start_of_forward():
     slow_worker = builders.hardware(cpu_update_32bit_shared_parameters_per_s=5e7)
-    plan = greedy_plan(builders.model(8), slow_worker, max_tokens=TOKENS, gpu_budget_bytes=GIB + 260 * MIB)
+    plan = greedy_plan(builders.model(8), slow_worker, PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=GIB + 260 * MIB))
     assert resident(plan) and resident(plan) == list(range(len(resident(plan))))
     assert all(plan.units[index].updater == Updater.GPU for index in resident(plan))
 
@@ -61,7 +62,7 @@ def test_fast_updates_buy_kept_activations_at_the_end():
     fast_worker = builders.hardware(
         cpu_update_32bit_shared_parameters_per_s=1e12, h2d_shared_bytes_per_s=1e12, d2h_shared_bytes_per_s=1e12
     )
-    plan = greedy_plan(builders.model(8), fast_worker, max_tokens=TOKENS, gpu_budget_bytes=GIB + 260 * MIB)
+    plan = greedy_plan(builders.model(8), fast_worker, PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=GIB + 260 * MIB))
     assert keeping(plan) and keeping(plan) == list(range(8 - len(keeping(plan)), 8))
     assert not resident(plan)
 
@@ -69,26 +70,28 @@ def test_fast_updates_buy_kept_activations_at_the_end():
 def test_short_host_memory_moves_units_to_the_gpu():
     model, machine = builders.model(8), builders.hardware()
     host_budget = 3 * GIB + 70 * MIB
-    plan = greedy_plan(model, machine, max_tokens=TOKENS, cpu_budget_bytes=host_budget)
+    plan = greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS, cpu_budget_bytes=host_budget))
     assert resident(plan)
-    assert check_plan(plan, model, machine, cpu_budget_bytes=host_budget).total_bytes()["cpu"] <= host_budget
+    assert (
+        check_plan(plan, model, machine, PlanRequest(cpu_budget_bytes=host_budget)).total_bytes()["cpu"] <= host_budget
+    )
 
 
 def test_without_a_gpu_everything_is_on_the_cpu_and_kept_while_it_fits():
     model, machine = builders.model(4), builders.hardware(gpu_gib=0)
-    roomy = greedy_plan(model, machine, max_tokens=TOKENS)
+    roomy = greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS))
     assert {unit.weights for unit in (*roomy.units, *roomy.stem)} == {Tier.CPU}
     assert keeping(roomy) == [0, 1, 2, 3]
     assert roomy.predicted_bytes["gpu"] == 0
     tight_bytes = roomy.predicted_bytes["cpu"] - 30 * MIB
-    tight = greedy_plan(model, machine, max_tokens=TOKENS, cpu_budget_bytes=tight_bytes)
+    tight = greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS, cpu_budget_bytes=tight_bytes))
     assert keeping(tight) == [2, 3]
     assert tight.predicted_bytes["cpu"] <= tight_bytes
 
 
 def test_plans_are_deterministic_round_trip_and_carry_digests():
     model, machine = builders.model(5), builders.hardware()
-    first, second = (greedy_plan(model, machine, max_tokens=TOKENS) for _ in range(2))
+    first, second = (greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS)) for _ in range(2))
     assert first.to_json() == second.to_json()
     assert PlacementPlan.from_json(first.to_json()) == first
     assert first.digests == {"hardware": machine.digest, "model": model.digest}
@@ -98,7 +101,8 @@ def test_plans_are_deterministic_round_trip_and_carry_digests():
 def test_fidelity_decides_the_state_bits():
     model, machine = builders.model(3), builders.hardware()
     bits = {
-        f: greedy_plan(model, machine, max_tokens=64, fidelity=f).units[0].state_bits for f in ("exact", "balanced")
+        f: greedy_plan(model, machine, PlanRequest(max_tokens=64, fidelity=f)).units[0].state_bits
+        for f in ("exact", "balanced")
     }
     assert bits == {"exact": 32, "balanced": 8}
 
@@ -107,34 +111,35 @@ def test_refusal_names_need_have_and_a_remedy_that_works():
     model = builders.model(40)
     machine = builders.hardware(gpu_gib=1.2, cpu_gib=3.4)
     with pytest.raises(InfeasiblePlanError, match=r"host memory: need .* have 3\.4 GiB .*8-bit optimizer states"):
-        greedy_plan(model, machine, max_tokens=64)
-    greedy_plan(model, machine, max_tokens=64, fidelity="balanced")
+        greedy_plan(model, machine, PlanRequest(max_tokens=64))
+    greedy_plan(model, machine, PlanRequest(max_tokens=64, fidelity="balanced"))
 
     with pytest.raises(InfeasiblePlanError, match=r"GPU memory: need .* have 1\.3 GiB") as caught:
-        greedy_plan(model, builders.hardware(gpu_gib=1.3), max_tokens=32768)
+        greedy_plan(model, builders.hardware(gpu_gib=1.3), PlanRequest(max_tokens=32768))
     tokens = int(str(caught.value).split("micro-batch of ")[1].split()[0])
-    greedy_plan(model, builders.hardware(gpu_gib=1.3), max_tokens=tokens)
+    greedy_plan(model, builders.hardware(gpu_gib=1.3), PlanRequest(max_tokens=tokens))
 
 
 def test_negative_budget_is_refused():
     with pytest.raises(ConfigError, match="gpu_memory_gib is -1"):
-        greedy_plan(builders.model(2), builders.hardware(), max_tokens=64, gpu_budget_bytes=-GIB)
+        greedy_plan(builders.model(2), builders.hardware(), PlanRequest(max_tokens=64, gpu_budget_bytes=-GIB))
 
 
 class TestCheck:
     model, machine = builders.model(3), builders.hardware()
 
     def plan(self, **options):
-        return greedy_plan(self.model, self.machine, max_tokens=TOKENS, **options)
+        return greedy_plan(self.model, self.machine, PlanRequest(max_tokens=TOKENS, **options))
 
     def test_over_budget(self):
         with pytest.raises(InfeasiblePlanError, match="gpu memory"):
-            check_plan(self.plan(), self.model, self.machine, gpu_budget_bytes=GIB + MIB)
+            check_plan(self.plan(), self.model, self.machine, PlanRequest(gpu_budget_bytes=GIB + MIB))
 
     def test_larger_batch_needs_more(self):
         plan = self.plan()
         small, large = (
-            check_plan(plan, self.model, self.machine, max_tokens=tokens).total_bytes()["gpu"] for tokens in (64, 4096)
+            check_plan(plan, self.model, self.machine, PlanRequest(max_tokens=tokens)).total_bytes()["gpu"]
+            for tokens in (64, 4096)
         )
         assert small < large
 

@@ -6,6 +6,7 @@ import pytest
 
 from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.problem import UnitCost, build_problem
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.simulate import Resource, simulate
 from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Activations, Tier, Updater
@@ -16,7 +17,9 @@ ON_GPU = {"weights": Tier.GPU, "states": Tier.GPU, "updater": Updater.GPU}
 
 def timed(num_units=3, *, forward=2.0, h2d=0.0, d2h=0.0, update=0.0, accumulate=0.0, accumulation=1, stem=()):
     """A problem whose units take these seconds; backward without recompute takes twice the forward."""
-    base = build_problem(builders.model(num_units), builders.hardware(), max_tokens=8, accumulation_steps=accumulation)
+    base = build_problem(
+        builders.model(num_units), builders.hardware(), PlanRequest(max_tokens=8, accumulation_steps=accumulation)
+    )
     units = tuple(
         replace(
             unit,

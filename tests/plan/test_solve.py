@@ -14,6 +14,7 @@ from lazytrain_plugin.errors import InfeasiblePlanError  # noqa: E402
 from lazytrain_plugin.plan.check import check_plan  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, greedy_plan, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.problem import build_problem  # noqa: E402
+from lazytrain_plugin.plan.request import PlanRequest  # noqa: E402
 from lazytrain_plugin.plan.simulate import simulate  # noqa: E402
 from lazytrain_plugin.plan.solve import build_program, run_highs, solve_plan, solve_problem  # noqa: E402
 from lazytrain_plugin.units import GIB, MIB  # noqa: E402
@@ -47,7 +48,7 @@ def random_problem(seed, num_units=2):
     draw = random.Random(seed)
     accumulation = draw.choice([1, 1, 3])
     problem = build_problem(
-        builders.model(num_units), builders.hardware(), max_tokens=512, accumulation_steps=accumulation
+        builders.model(num_units), builders.hardware(), PlanRequest(max_tokens=512, accumulation_steps=accumulation)
     )
     units = tuple(
         replace(
@@ -110,9 +111,9 @@ def test_the_program_and_the_simulator_tell_the_same_time(seed, accumulation):
     problem = build_problem(
         builders.model(10),
         machine,
-        max_tokens=2048,
-        gpu_budget_bytes=GIB + draw.randrange(200, 500) * MIB,
-        accumulation_steps=accumulation,
+        PlanRequest(
+            max_tokens=2048, gpu_budget_bytes=GIB + draw.randrange(200, 500) * MIB, accumulation_steps=accumulation
+        ),
     )
     outcome = run_highs(problem, start=None, time_limit_s=10, gap_frac=0.01)
     replayed_s = simulate(problem, outcome.plan).step_s
@@ -123,52 +124,50 @@ def test_the_program_and_the_simulator_tell_the_same_time(seed, accumulation):
 @pytest.mark.parametrize("extra_mib", [180, 300, 600])
 def test_never_slower_than_greedy_and_within_budget(extra_mib, accumulation):
     model, machine = builders.model(8), builders.hardware()
-    arguments = {
-        "max_tokens": 2048,
-        "gpu_budget_bytes": GIB + extra_mib * MIB,
-        "accumulation_steps": accumulation,
-    }
-    greedy, solved = greedy_plan(model, machine, **arguments), solve_plan(model, machine, **arguments)
+    request = PlanRequest(max_tokens=2048, gpu_budget_bytes=GIB + extra_mib * MIB, accumulation_steps=accumulation)
+    greedy, solved = (
+        greedy_plan(model, machine, request),
+        solve_plan(model, machine, request),
+    )
     assert solved.predicted_step_s <= greedy.predicted_step_s * 1.0011
     ledger = check_plan(
         solved,
         model,
         machine,
-        gpu_budget_bytes=arguments["gpu_budget_bytes"],
-        accumulation_steps=accumulation,
+        request,
     )
     assert ledger.total_bytes() == solved.predicted_bytes
     assert solved.solver["name"] == "highs" and 0 <= solved.solver["gap_frac"] <= 0.01
 
 
 def test_the_same_inputs_give_the_same_plan():
-    arguments = {"max_tokens": 2048, "gpu_budget_bytes": GIB + 300 * MIB}
-    first, second = (solve_plan(builders.model(8), builders.hardware(), **arguments).to_json() for _ in range(2))
+    request = PlanRequest(max_tokens=2048, gpu_budget_bytes=GIB + 300 * MIB)
+    first, second = (solve_plan(builders.model(8), builders.hardware(), request).to_json() for _ in range(2))
     assert first == second
 
 
 def test_fewer_slots_are_the_last_memory_to_be_had():
     model = builders.model(4, matrices=40)
-    problem = build_problem(model, builders.hardware(), max_tokens=64)
+    problem = build_problem(model, builders.hardware(), PlanRequest(max_tokens=64))
     lean = leanest_plan(problem)
     fewest = replace(lean, weight_slots=2, gradient_slots=2)
     need_bytes = next(b for b in range(GIB, 2 * GIB, MIB) if fits(replace(problem, gpu_budget_bytes=b), fewest))
-    plan = solve_plan(model, builders.hardware(), max_tokens=64, gpu_budget_bytes=need_bytes)
+    plan = solve_plan(model, builders.hardware(), PlanRequest(max_tokens=64, gpu_budget_bytes=need_bytes))
     assert (plan.weight_slots, plan.gradient_slots) == (2, 2)
 
 
 def test_what_does_not_fit_is_refused_with_remedies():
     with pytest.raises(InfeasiblePlanError, match=r"need .* have .*remedies: .*micro-batch of"):
-        solve_plan(builders.model(4), builders.hardware(gpu_gib=1.3), max_tokens=32768)
+        solve_plan(builders.model(4), builders.hardware(gpu_gib=1.3), PlanRequest(max_tokens=32768))
 
 
 def test_without_a_gpu_only_activations_are_decided():
     model, machine = builders.model(4), builders.hardware(gpu_gib=0)
-    roomy = solve_plan(model, machine, max_tokens=2048)
+    roomy = solve_plan(model, machine, PlanRequest(max_tokens=2048))
     assert {unit.weights for unit in (*roomy.units, *roomy.stem)} == {Tier.CPU}
     assert {unit.activations for unit in roomy.units} == {Activations.KEEP}
     tight_bytes = roomy.predicted_bytes["cpu"] - 30 * MIB
-    tight = solve_plan(model, machine, max_tokens=2048, cpu_budget_bytes=tight_bytes)
+    tight = solve_plan(model, machine, PlanRequest(max_tokens=2048, cpu_budget_bytes=tight_bytes))
     assert [unit.activations for unit in tight.units].count(Activations.KEEP) == 2
 
 
@@ -176,21 +175,21 @@ def test_without_a_gpu_only_activations_are_decided():
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_a_model_without_units_has_a_plan_for_its_stem(gpu_gib, accumulation):
     model, machine = builders.model(0), builders.hardware(gpu_gib=gpu_gib)
-    plan = solve_plan(model, machine, max_tokens=2048, accumulation_steps=accumulation)
+    plan = solve_plan(model, machine, PlanRequest(max_tokens=2048, accumulation_steps=accumulation))
     assert plan.units == () and {unit.updater for unit in plan.stem} == {Updater.GPU if gpu_gib else Updater.CPU}
 
 
 def test_short_host_memory_moves_units_to_the_gpu():
     model, machine = builders.model(8), builders.hardware()
     budget = 3 * GIB + 70 * MIB
-    plan = solve_plan(model, machine, max_tokens=2048, cpu_budget_bytes=budget)
+    plan = solve_plan(model, machine, PlanRequest(max_tokens=2048, cpu_budget_bytes=budget))
     assert plan.predicted_bytes["cpu"] <= budget
     assert any(unit.weights == Tier.GPU for unit in plan.units)
 
 
 def test_golden_program(tmp_path):
     """The whole program of two units, readable: a change of an equation shows as a diff of tests/plan/golden/."""
-    problem = build_problem(builders.model(2), builders.hardware(), max_tokens=512, accumulation_steps=2)
+    problem = build_problem(builders.model(2), builders.hardware(), PlanRequest(max_tokens=512, accumulation_steps=2))
     model, _ = build_program(problem)
     path = tmp_path / "program.lp"
     model.writeModel(str(path))
@@ -203,5 +202,5 @@ def readable(lp_text: str) -> str:
 
 
 def test_nothing_is_printed(capfd):
-    solve_plan(builders.model(2), builders.hardware(), max_tokens=64)
+    solve_plan(builders.model(2), builders.hardware(), PlanRequest(max_tokens=64))
     assert capfd.readouterr().out == ""

@@ -1,0 +1,97 @@
+"""`PlanRequest`: what is asked of the planner beside a model and a machine; one object for all who plan and check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.units import GIB
+from lazytrain_plugin.vocab import Activations, Fidelity
+
+WEIGHT_SLOTS = 3
+GRADIENT_SLOTS = 2
+STATE_SLOTS = 2
+ACTIVATION_SLOTS = 2
+NVME_SLOTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Families of decisions that the runtime carries out; the planner uses no other."""
+
+    streamed_states: bool = False
+    """The GPU updates units whose states rest in host memory."""
+    offloaded_boundaries: bool = False
+    """A unit's input may rest in host memory between forward and backward."""
+    strategies: frozenset[Activations] = frozenset({Activations.RECOMPUTE, Activations.KEEP})
+    """What units may save."""
+    offloaded_saved: bool = False
+    """What `strategies` save may rest in host memory."""
+    nvme: bool = False
+    """Weights and states may rest on NVMe."""
+
+    @classmethod
+    def everything(cls) -> Capabilities:
+        """All families that a plan has words for."""
+        return cls(
+            streamed_states=True,
+            offloaded_boundaries=True,
+            strategies=frozenset(Activations),
+            offloaded_saved=True,
+            nvme=True,
+        )
+
+
+RUNTIME_CAPABILITIES = Capabilities()
+"""What the executor of this version carries out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """Sizes, budgets and freedoms of one plan.
+
+    Raises:
+        ConfigError: a budget that is not positive, or a size below 1.
+    """
+
+    max_tokens: int | None = None
+    """Tokens of the largest micro-batch. None is for `check_plan` alone: the plan's own."""
+    gpu_budget_bytes: int | None = None
+    cpu_budget_bytes: int | None = None
+    nvme_budget_bytes: int | None = None
+    """Budgets; None: what the machine has free for this process."""
+    nvme_write_bytes_per_day: float | None = None
+    """Wear that the disk is allowed; None: no limit."""
+    fidelity: Fidelity = Fidelity.EXACT
+    state_bits: int | None = None
+    """32 or 8; None: what `fidelity` says (8 unless exact)."""
+    accumulation_steps: int = 1
+    """Micro-batches per optimizer step."""
+    evaluation_tokens: int | None = None
+    """Tokens of an evaluation batch whose logits exist all at once; None: no evaluation is planned for."""
+    capabilities: Capabilities = RUNTIME_CAPABILITIES
+    weight_slots: int = WEIGHT_SLOTS
+    gradient_slots: int = GRADIENT_SLOTS
+    state_slots: int = STATE_SLOTS
+    activation_slots: int = ACTIVATION_SLOTS
+    nvme_slots: int = NVME_SLOTS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fidelity", Fidelity(self.fidelity))
+        if self.state_bits is None:
+            object.__setattr__(self, "state_bits", 32 if self.fidelity == Fidelity.EXACT else 8)
+        tokens = 1 if self.max_tokens is None else self.max_tokens
+        if min(tokens, self.accumulation_steps, self.evaluation_tokens or 1) < 1:
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens}, accumulation_steps {self.accumulation_steps} and evaluation_tokens "
+                f"{self.evaluation_tokens}; each is at least 1"
+            )
+        for tier in ("gpu", "cpu", "nvme"):
+            budget_bytes = getattr(self, f"{tier}_budget_bytes")
+            # 0 is a way to say "no NVMe".
+            if budget_bytes is not None and (budget_bytes < 0 or (budget_bytes == 0 and tier != "nvme")):
+                raise ConfigError(
+                    f"{tier}_memory_gib is {budget_bytes / GIB:g}; give a size above 0, or null for all there is"
+                )
+        if self.nvme_write_bytes_per_day is not None and self.nvme_write_bytes_per_day <= 0:
+            raise ConfigError(f"nvme_write_bytes_per_day is {self.nvme_write_bytes_per_day}; give a size above 0")
