@@ -16,7 +16,8 @@ if not torch.cuda.is_available():
 from integration_tests import cases
 from integration_tests.harness import process_group
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+DEVICES = ["cuda" if torch.cuda.is_available() else "cpu"]
+"""DeepSpeed chooses its accelerator once per process, and takes the GPU where there is one."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(params=DEVICES, scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """Every device of this machine: one test, as many runs."""
+    """The device that DeepSpeed takes on this machine."""
     return request.param
 
 

@@ -48,7 +48,7 @@ class Run:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """A gloo group of this process alone, on a free port."""
+    """A group of this process alone, on a free port."""
     import deepspeed.comm
 
     with socket.socket() as free:
@@ -56,7 +56,7 @@ def process_group() -> Iterator[None]:
         port = str(free.getsockname()[1])
     values = dict(zip(LAUNCH_VARIABLES, ("0", "0", "1", "127.0.0.1", port), strict=True))
     with environment(values):
-        deepspeed.comm.init_distributed("gloo")
+        deepspeed.comm.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
         yield
         torch.distributed.destroy_process_group()
 
@@ -128,6 +128,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         order = [parameter for parameter in self.model_order if parameter in self.summed]
         for parameter, master in self.masters.items():
+            master.data = master.data.to(parameter.device)  # Trainer has moved the model since
             master.grad = self.summed.get(parameter)
         if self.max_norm:
             nn.utils.clip_grad_norm_([self.masters[parameter] for parameter in order], self.max_norm)

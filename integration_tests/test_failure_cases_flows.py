@@ -392,7 +392,7 @@ def test_lora_with_dropout_and_modules_to_save(device, tmp_path):
 # Data loading with workers; memory over a longer run with saves (S-10).
 
 
-def test_loader_workers_and_saves_leave_host_memory_flat(tmp_path):
+def test_loader_workers_and_saves_leave_host_memory_flat(device, tmp_path):
     """Two workers are forked per epoch beside weights and states of 200 MB, and every epoch saves."""
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
@@ -414,7 +414,7 @@ def test_loader_workers_and_saves_leave_host_memory_flat(tmp_path):
 
     with fresh_accelerate_state():
         trainer = make_trainer(
-            model, models.make_samples("llama", 4), tmp_path, "cpu", placement=STREAMED, max_steps=-1,
+            model, models.make_samples("llama", 4), tmp_path, device, placement=STREAMED, max_steps=-1,
             num_train_epochs=6, dataloader_num_workers=2, save_strategy="epoch", save_total_limit=1,
             trainer_options={"callbacks": [Watch()]},
         )  # fmt: skip

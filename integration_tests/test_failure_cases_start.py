@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lazytrain_plugin.kernels.native import default_num_threads
 from lazytrain_plugin.plan.problem import HOST_RESERVE_CPU_BYTES
@@ -117,7 +118,8 @@ def test_host_memory_is_what_the_plan_said(action, reports):
     report = reports[action]
     planned = report["planned"] - HOST_RESERVE_CPU_BYTES
     grown = report["peak"] - (report["before"] - report["fp32_bytes"])
-    libraries = 64 * MIB  # loaded at first use: they belong to the reserve
+    # Loaded at first use, so they belong to the reserve; a torch with CUDA has larger ones.
+    libraries = (64 if torch.version.cuda is None else 128) * MIB
     assert 0.9 * planned <= grown <= 1.1 * planned + libraries
     assert report["peak"] <= report["planned"]
 

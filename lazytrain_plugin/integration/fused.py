@@ -102,7 +102,8 @@ def remove_chunked_loss(model: nn.Module) -> None:
     for module in model.modules():
         if unbind_forward(module, _head_forward):
             vars(module).pop(_CALL, None)
-        if getattr(module, "_loss_function", None) is _chunked_loss:
+        # Its own attribute: a wrapper (PeftModel) shows those of the model inside as if they were its own.
+        if vars(module).get("_loss_function") is _chunked_loss:
             del module._loss_function
             if module.loss_function is not _transformers_loss():
                 module.loss_function = _transformers_loss()

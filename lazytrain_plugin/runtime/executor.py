@@ -276,6 +276,7 @@ class Executor:
     def begin_forward(self) -> None:
         """Called before the model runs: books the time since the last gradient, and takes over changed weights."""
         self._end_interrupted_leases()
+        self.streams.run_backward_on_one_thread(True)
         for name, parameter in self._frozen_in_groups:
             if parameter.requires_grad:
                 raise UnsupportedModelError(
@@ -385,6 +386,7 @@ class Executor:
             self._hooks = None
             self._slots = None
             self._sink.outbox.trim(0)
+            self.streams.run_backward_on_one_thread(False)
             for unit in self.all_units:
                 if unit.module is not None:
                     streamed_module.remove(unit.module, unit)

@@ -133,6 +133,12 @@ class Streams:
         if not self.is_cuda:
             self.trace.add_seconds(cause, time.perf_counter() - start_s)
 
+    def run_backward_on_one_thread(self, enabled: bool) -> None:
+        """For backwards that the calling thread starts. autograd has a thread per device, so the nodes of a penalty on
+        weights at home would run while a lease has the same weights on the GPU."""
+        if self.is_cuda:
+            torch.autograd.set_multithreading_enabled(not enabled)
+
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
