@@ -19,14 +19,18 @@ matplotlib is installed, the figure PREFIX.png.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -105,6 +109,23 @@ def run_arm(arm: str, setup: Setup, seed: int) -> ArmRun:
     )
     *steps, held_out = torch.stack(losses).tolist()
     return ArmRun(arm=arm, seed=seed, losses=steps, held_out_loss=held_out, wall_s=time.perf_counter() - start_s)
+
+
+def run_all(work: list[tuple[str, Setup, int]], num_jobs: int) -> list[ArmRun]:
+    """Every (arm, setup, seed), in this order; several jobs run in processes of their own."""
+    runs = []
+    with contextlib.ExitStack() as stack:
+        if num_jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1)
+            results = stack.enter_context(pool).map(run_arm, *zip(*work))
+        else:
+            results = itertools.starmap(run_arm, work)
+        for run in results:
+            runs.append(run)
+            figures = f"{run.final_loss:.4f} in {run.wall_s:.1f} s"
+            print(f"seed {run.seed}, {run.arm}: {figures}", file=sys.stderr, flush=True)
+    return runs
 
 
 def _texts(setup: Setup) -> tuple[np.ndarray, np.ndarray]:
@@ -285,6 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128, help="bytes of a sequence")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--text", help="train on the bytes of this file; its last tenth is held out")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; s/step means little with several")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.json and PREFIX.png")
     return parser.parse_args()
 
@@ -298,13 +320,7 @@ def main() -> None:
         dtype=arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32"),
         **{name: getattr(arguments, name) for name in shared},
     )
-    runs = []
-    for seed in arguments.seeds:
-        for arm in arguments.arms:
-            runs.append(run_arm(arm, setup, seed))
-            print(
-                f"seed {seed}, {arm}: {runs[-1].final_loss:.4f} in {runs[-1].wall_s:.1f} s", file=sys.stderr, flush=True
-            )
+    runs = run_all([(arm, setup, seed) for seed in arguments.seeds for arm in arguments.arms], arguments.jobs)
     rows = summarize(runs)
     print_table(rows)
     on_gpu = arguments.device == "cuda"
