@@ -50,7 +50,8 @@ def build_library(output: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++ or c++) on PATH")
-    objects = {"library": ("library.cpp", []), "pool": ("pool.cpp", []), "generic": ("kernels.cpp", _table("generic"))}
+    objects = {name: (f"{name}.cpp", []) for name in ("library", "pool", "io")}
+    objects["generic"] = ("kernels.cpp", _table("generic"))
     if platform.machine() in ("x86_64", "AMD64"):
         objects["avx2"] = ("kernels.cpp", [*_table("avx2"), "-mavx2"])
         objects["avx512"] = ("kernels.cpp", [*_table("avx512"), *AVX512_FLAGS])

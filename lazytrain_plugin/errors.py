@@ -27,3 +27,7 @@ class CheckpointError(LazyTrainError):
 
 class KernelError(LazyTrainError):
     """A kernel was asked for something it can't do, or its library is unusable."""
+
+
+class StorageError(LazyTrainError):
+    """A disk that holds a part of training is full, failing, missing, or gave back other bytes than were written."""

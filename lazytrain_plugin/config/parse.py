@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lazytrain_plugin.config.folders import check_nvme_folder, check_nvme_space
 from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig, Rule, show_json
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.units import GIB
@@ -50,6 +51,10 @@ def parse_block(block: dict) -> LazyTrainConfig:
     config = _parse(block, LazyTrainConfig)
     if config.plan.path is not None:
         _check_file(f"{BLOCK}.plan.path", config.plan.path)
+    for path in config.nvme_paths:
+        check_nvme_folder(f"{BLOCK}.nvme_path", path)
+    if config.nvme_gib is not None:
+        check_nvme_space(f"{BLOCK}.nvme_gib", config.nvme_paths, int(config.nvme_gib * GIB))
     return config
 
 
@@ -102,7 +107,7 @@ def _string_for_other_type(key: str, value: Any, rule: Rule) -> str | None:
     if value == "auto":
         meaning = "write null" if rule.nullable else "leave the key out"
         return f"Accelerate refuses that word in this block: {meaning}, and LazyTrain decides"
-    if rule.kind == "string":
+    if rule.kind in ("string", "strings"):
         return None
     if rule.kind == "bool" and value.lower() in ("true", "false"):
         return f"write {value.lower()} without quotes"

@@ -13,6 +13,14 @@ from typing import Any, ClassVar, Literal
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.vocab import Fidelity
 
+_KINDS = {
+    "bool": "true or false",
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "strings": "a string or a list of strings",
+}
+
 BLOCK = "lazytrain"
 """Name of the block at the top level of a DeepSpeed config."""
 
@@ -21,7 +29,8 @@ BLOCK = "lazytrain"
 class Rule:
     """What a JSON value of one key may be."""
 
-    kind: Literal["bool", "integer", "number", "string"]
+    kind: Literal["bool", "integer", "number", "string", "strings"]
+    """"strings": one string, or a list of at least one."""
     nullable: bool = False
     above: float | None = None
     """Exclusive lower bound."""
@@ -46,9 +55,7 @@ class Rule:
         if self.choices:
             text = " or ".join(show_json(choice) for choice in self.choices)
         else:
-            text = {"bool": "true or false", "integer": "an integer", "number": "a number", "string": "a string"}[
-                self.kind
-            ]
+            text = _KINDS[self.kind]
         if self.above is not None:
             text += f" above {self.above:g}"
         if self.at_least is not None:
@@ -59,8 +66,11 @@ class Rule:
 
     def json_schema(self) -> dict[str, Any]:
         """JSON Schema of one value."""
-        kind = "boolean" if self.kind == "bool" else self.kind
-        schema: dict[str, Any] = {"type": [kind, "null"] if self.nullable else kind}
+        kinds = {"bool": ["boolean"], "strings": ["string", "array"]}.get(self.kind, [self.kind])
+        kinds += ["null"] if self.nullable else []
+        schema: dict[str, Any] = {"type": kinds if len(kinds) > 1 else kinds[0]}
+        if self.kind == "strings":
+            schema |= {"items": {"type": "string"}, "minItems": 1}
         if self.choices:
             schema["enum"] = [*self.choices, *([None] if self.nullable else [])]
         if self.above is not None:
@@ -82,6 +92,11 @@ class Rule:
                 return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             case "string":
                 return isinstance(value, str)
+            case "strings":
+                values = [value] if isinstance(value, str) else value
+                return (
+                    isinstance(values, list | tuple) and all(isinstance(v, str) and v for v in values) and bool(values)
+                )
 
 
 def option(help_text: str, default: Any, rule: Rule) -> Any:
@@ -175,6 +190,16 @@ class LazyTrainConfig:
         None,
         Rule(kind="number", nullable=True, above=0),
     )
+    nvme_path: str | list[str] | None = option(
+        "folder on an NVMe disk for what fits neither memory, or a list of folders, one per disk; null: none is used",
+        None,
+        Rule(kind="strings", nullable=True),
+    )
+    nvme_gib: float | None = option(
+        "disk space that training may use, over all folders, in GiB (2**30 bytes); null: what is free there",
+        None,
+        Rule(kind="number", nullable=True, above=0),
+    )
     max_tokens: int | None = option(
         "tokens of the largest micro-batch (batch x sequence); null: taken from the first batch",
         None,
@@ -198,11 +223,22 @@ class LazyTrainConfig:
                 'use "balanced".'
             )
         check_fields(self)
+        if self.nvme_gib is not None and self.nvme_path is None:
+            raise ConfigError(
+                f'"{self.PATH}.nvme_gib" is set but "{self.PATH}.nvme_path" is not; name a folder on an NVMe disk.'
+            )
         if self.optimizer.implementation == "torch" and self.state_bits == 8:
             raise ConfigError(
                 f'"{self.PATH}.optimizer.implementation" is "torch", whose states have the optimizer\'s own precision, '
                 'but 8-bit states are asked for; use "native", or "exact" fidelity with state_bits null.'
             )
+
+    @property
+    def nvme_paths(self) -> tuple[str, ...]:
+        """The folders of `nvme_path`, none if it is null."""
+        if self.nvme_path is None:
+            return ()
+        return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
     def state_bits(self) -> int:

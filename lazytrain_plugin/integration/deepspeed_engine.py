@@ -21,7 +21,7 @@ from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
 from lazytrain_plugin.integration.client_optimizer import make_adam, make_updater, optimizer_state_bits
 from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
 from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
-from lazytrain_plugin.integration.planning import Planner, count_tokens
+from lazytrain_plugin.integration.planning import Planner, count_tokens, nvme_tier
 from lazytrain_plugin.integration.watchdog import Watchdog
 from lazytrain_plugin.kernels import native
 from lazytrain_plugin.runtime.discovery import discover
@@ -118,6 +118,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             updater=updater,
             side_outputs=RecordedOutputs(),
             prepare_inputs=drop_caches,
+            nvme=nvme_tier(config),
         )
         self._watchdog = Watchdog(config.watchdog_s, self.global_rank)
         with self._watchdog.phase("placing weights"):

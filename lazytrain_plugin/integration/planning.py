@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.profile.measure import measure_hardware
 from lazytrain_plugin.runtime.discovery import Discovery
+from lazytrain_plugin.runtime.nvme.io import SLOW_AFTER_S
+from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.units import GIB, format_bytes
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
@@ -149,6 +152,14 @@ def measure_update_rate(state_bits: int) -> float:
     start_s = time.perf_counter()
     update()
     return numel / (time.perf_counter() - start_s)
+
+
+def nvme_tier(config: LazyTrainConfig) -> NvmeTier | None:
+    """The tier of the configured folders, None if there are none; nothing is made there before something goes there."""
+    if not config.nvme_paths:
+        return None
+    slow_after_s = min(SLOW_AFTER_S, config.watchdog_s) if config.watchdog_s else math.inf
+    return NvmeTier(config.nvme_paths, limit_bytes=_bytes(config.nvme_gib), slow_after_s=slow_after_s)
 
 
 def _bytes(gib: float | None) -> int | None:

@@ -18,14 +18,17 @@ from lazytrain_plugin.runtime import streamed_module
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.gradients import GradientSink
 from lazytrain_plugin.runtime.homes import UnitHome
-from lazytrain_plugin.runtime.layout import UnitTensor, lay_out
+from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.node import UnitCall
 from lazytrain_plugin.runtime.norms import GradientNorm, LaneNorm, TorchNorm
+from lazytrain_plugin.runtime.nvme.stores import NvmeStores
+from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.outside_changes import OutsideChanges
 from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
 from lazytrain_plugin.runtime.slots import Outbox, WeightSlots
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.unit_table import UnitTable
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, StepScalars, read_scalars
 from lazytrain_plugin.runtime.worker import UpdateWorker
 
@@ -44,6 +47,7 @@ class Executor:
         updater: how units are updated; None: nothing is trained.
         side_outputs: how a framework collects tensors from inside a unit.
         prepare_inputs: changes a unit's arguments before a differentiable run (drops caches).
+        nvme: where a plan's NVMe tier is; the executor closes it.
         transfer_delay_s: makes every transfer late; for race tests.
     """
 
@@ -58,6 +62,7 @@ class Executor:
         updater: NativeAdamW | ClientOptimizer | None = None,
         side_outputs: SideOutputs | None = None,
         prepare_inputs: Callable[[tuple, dict], tuple[tuple, dict]] | None = None,
+        nvme: NvmeTier | None = None,
         transfer_delay_s: float = 0.0,
     ) -> None:
         self.model = model
@@ -79,44 +84,15 @@ class Executor:
         native = isinstance(updater, NativeAdamW)
         self._norm = TorchNorm() if not native else LaneNorm(len(self.trained_tensors), device)
         self._sink = GradientSink(self.streams, self.worker, self._norm)
+        self._nvme = NvmeStores(nvme, native=native)
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         groups = self.optimizer.param_groups if self.optimizer is not None and self.updater is not None else []
-        # A frozen parameter in a group (optimizers are often given all of them) has no gradient, so no states either.
-        place_in_group = {
-            p: (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"]) if p.requires_grad
-        }
-        make = lambda found: Unit(  # noqa: E731
-            found.name, found.module, lay_out(list(found.parameters), dtypes, place_in_group.__contains__)
-        )
-        self.units = [make(found) for found in discovery.units]
-        self.stem = [make(found) for found in discovery.stem]
-        self.owner: dict[nn.Parameter, tuple[Unit, UnitTensor]] = {
-            tensor.parameter: (unit, tensor) for unit in self.all_units for tensor in unit.layout.tensors
-        }
-        self.trained_tensors: list[UnitTensor] = []
-        positions = {parameter: i for i, parameter in enumerate(self.model.parameters())}
-        for parameter in positions:
-            tensor = self.owner[parameter][1]
-            if tensor.trained:
-                tensor.index = len(self.trained_tensors)
-                tensor.group, tensor.position_in_group = place_in_group[parameter]
-                self.trained_tensors.append(tensor)
-        self._frozen_in_groups = [
-            (self.owner[p][1].name, p)
-            for group in groups
-            for p in group["params"]
-            if p in self.owner and p not in place_in_group
-        ]
+        table = UnitTable(self.model, discovery, dtypes, groups)
+        self.units, self.stem, self.owner = table.units, table.stem, table.owner
+        self.trained_tensors, self.update_order = table.trained_tensors, table.update_order
+        self._frozen_in_groups = table.frozen_in_groups
         self._position = {unit: i for i, unit in enumerate(self.units)}
-        first = lambda unit: positions[unit.layout.tensors[0].parameter]  # noqa: E731
-        first_streamed = min(map(first, self.units), default=0)
-        early = [unit for unit in self.stem if first(unit) < first_streamed or len(unit.layout.tensors) > 1]
-        self.update_order = early + self.units + [unit for unit in self.stem if unit not in early]
-        """Forward order: what the next forward needs first is updated first."""
-        for unit in self.units:
-            shared = {self.owner[p] for p in unit.module.parameters() if self.owner[p][0] is not unit}
-            unit.foreign = tuple(t for _, t in sorted(shared, key=lambda item: item[1].name) if t.trained)
 
     @property
     def closed(self) -> bool:
@@ -135,13 +111,14 @@ class Executor:
         """
         self.flush()
         self._slots = None
+        self._nvme.begin(plan, self.all_units)
         native = isinstance(self.updater, NativeAdamW)
         for unit in self.all_units:
             unit_plan, before = plan.unit(unit.name), unit.home
             if before is not None and before.fits(unit_plan):
                 before.plan = unit_plan
                 continue
-            home = UnitHome(unit.layout, unit_plan, self.device, native=native)
+            home = UnitHome(unit.layout, unit_plan, self.device, native=native, nvme=self._nvme)
             if before is None:
                 for tensor in unit.layout.tensors:
                     values = tensor.parameter.data.as_strided((tensor.numel,), (1,)) if _dense(tensor) else None
@@ -157,6 +134,7 @@ class Executor:
                 before.release()
             unit.home = home
             unit.point_home()
+        self._nvme.end(self.all_units)
         if before_first := self.plan is None:
             self._install()
         self.plan = plan
@@ -327,6 +305,7 @@ class Executor:
             self.worker.drain()  # the last step's updates may still write to the groups
         scalars = read_scalars(self.optimizer, norm.clip_factor(max_norm))
         gradients_done = self.streams.record()
+        self._nvme.read_ahead(arrivals)
         for unit, arrived in arrivals.items():
             if unit.home.updates_on_gpu:
                 self.updater.update(unit, arrived, scalars)
@@ -345,7 +324,8 @@ class Executor:
         unit.gradient_event.synchronize()
         if unit.upload_event is not None:
             unit.upload_event.synchronize()
-        self.updater.update(unit, arrived, scalars)
+        with unit.home.states_in_memory(changes=True, write_now=True):
+            self.updater.update(unit, arrived, scalars)
         if unit.home.on_gpu:
             streams = self.streams
             with streams.on(streams.h2d):
@@ -387,6 +367,7 @@ class Executor:
             self._slots = None
             self._sink.outbox.trim(0)
             self.streams.run_backward_on_one_thread(False)
+            self._nvme.close()
             for unit in self.all_units:
                 if unit.module is not None:
                     streamed_module.remove(unit.module, unit)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -12,11 +13,11 @@ from lazytrain_plugin.kernels.split import join_master, split_master
 from lazytrain_plugin.kernels.state8 import dequantize_moment, quantize_moment
 from lazytrain_plugin.plan.result import UnitPlan
 from lazytrain_plugin.runtime.host_memory import HostBuffer
-from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
+from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
+from lazytrain_plugin.runtime.nvme.states import NvmeStates
+from lazytrain_plugin.runtime.nvme.stores import NvmeStores
+from lazytrain_plugin.runtime.state_layout import CODEC, MOMENTS, state_flats
 from lazytrain_plugin.vocab import Tier, Updater
-
-MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
-"""Names of the AdamW moments and whether their values are signed."""
 
 
 class UnitHome:
@@ -24,10 +25,13 @@ class UnitHome:
 
     Weights rest on the GPU (`gpu_weights`) or in host memory (`host_weights`); a GPU-resident unit with a CPU
     updater has both, the host copy being what the update kernel works on. States and gradients are on the
-    updater's side. Moments exist only for `native` updates; the generic path keeps its own states.
+    updater's side. Moments exist only for `native` updates; the generic path keeps its own states. States on NVMe are
+    in memory within `states_in_memory` only; their gradients rest in host memory.
     """
 
-    def __init__(self, layout: FlatLayout, plan: UnitPlan, device: torch.device, *, native: bool) -> None:
+    def __init__(
+        self, layout: FlatLayout, plan: UnitPlan, device: torch.device, *, native: bool, nvme: NvmeStores | None = None
+    ) -> None:
         self.layout = layout
         self.plan = plan
         self.device = device
@@ -51,8 +55,9 @@ class UnitHome:
         self.accumulator: torch.Tensor | None = None
         self.remainder: torch.Tensor | None = None
         self.moments: dict[str, torch.Tensor] = {}
+        self.nvme_states: NvmeStates | None = None
         if trained:
-            self._allocate_states(pin)
+            self._allocate_states(pin, nvme)
         self.views = {tensor: tensor.shaped(self._resting_place(tensor)) for tensor in layout.tensors}
         """What `parameter.data` is while the unit does not run."""
 
@@ -61,20 +66,40 @@ class UnitHome:
             return self.gpu_weights[tensor]
         return self.host_buffer.tensor(tensor.dtype, tensor.weight_offset_bytes, tensor.numel)
 
-    def _allocate_states(self, pin: bool) -> None:
-        layout, numel = self.layout, self.layout.state_numel
+    def _allocate_states(self, pin: bool, nvme: NvmeStores | None) -> None:
         if not self.updates_on_gpu:
-            self.gradient_buffer = HostBuffer(layout.gradient_bytes, pin=pin)
-            self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, layout.gradient_bytes)
-        if any(tensor.is_split for tensor in layout.tensors):
-            self.remainder = self._state(torch.int16, numel)
-        if self.native:
-            for name, _ in MOMENTS:
-                if self.plan.state_bits == 8:
-                    self.moments[f"{name}.codes"] = self._state(torch.uint8, numel)
-                    self.moments[f"{name}.scales"] = self._state(torch.float32, numel // ALIGNMENT_ELEMENTS)
-                else:
-                    self.moments[name] = self._state(torch.float32, numel)
+            self.gradient_buffer = HostBuffer(self.layout.gradient_bytes, pin=pin)
+            self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, self.layout.gradient_bytes)
+        flats = state_flats(self.layout, self.plan, native=self.native)
+        if self.plan.states == Tier.NVME:
+            self.nvme_states = nvme.states(flats, what=f"states of {self.plan.name}")
+        else:
+            self._hold_states({key: self._state(dtype, numel) for key, dtype, numel in flats})
+
+    def _hold_states(self, flats: dict[str, torch.Tensor]) -> None:
+        self.remainder = flats.get("remainder")
+        self.moments = {key: flat for key, flat in flats.items() if key != "remainder"}
+
+    @contextmanager
+    def states_in_memory(self, *, changes: bool, write_now: bool = False) -> Iterator[None]:
+        """Within: the states can be worked on, wherever they rest. Nests.
+
+        Args:
+            changes: whether they are changed within.
+            write_now: for NVMe: start bringing changes to the disk at the end, in the background.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        if self.nvme_states is None:
+            yield
+            return
+        with self.nvme_states.in_memory(changes=changes, write_now=write_now):
+            self._hold_states(self.nvme_states.tensors)
+            try:
+                yield
+            finally:
+                self._hold_states(self.nvme_states.tensors if self.nvme_states.num_users > 1 else {})
 
     def _state(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         if self.updates_on_gpu:
@@ -127,7 +152,8 @@ class UnitHome:
     # Masters and moments as fp32, for checkpoints and moves. Storage order, 1-D [numel], on the CPU.
 
     def read_master(self, tensor: UnitTensor) -> torch.Tensor:
-        return self.master_on_device(tensor).cpu()
+        with self.states_in_memory(changes=False) if tensor.is_split else nullcontext():
+            return self.master_on_device(tensor).cpu()
 
     def master_on_device(self, tensor: UnitTensor) -> torch.Tensor:
         """The fp32 master on the updater's side (the weight itself where that is fp32)."""
@@ -141,13 +167,15 @@ class UnitHome:
     def write_master(self, tensor: UnitTensor, values: torch.Tensor) -> None:
         """Sets master and weight (both copies of it). `values`: fp32 or the weight's dtype, [numel]."""
         weight = self.weight(tensor)
-        if tensor.is_split and values.dtype == torch.bfloat16:
-            weight.copy_(values)  # the master of a bf16 value is that value
-            self.remainder_of(tensor).zero_()
-        elif tensor.is_split:
-            split_master(values.to(weight.device, torch.float32), weight, self.remainder_of(tensor))
-        else:
+        if not tensor.is_split:
             weight.copy_(values)
+        else:
+            with self.states_in_memory(changes=True):
+                if values.dtype == torch.bfloat16:
+                    weight.copy_(values)  # the master of a bf16 value is that value
+                    self.remainder_of(tensor).zero_()
+                else:
+                    split_master(values.to(weight.device, torch.float32), weight, self.remainder_of(tensor))
         self.publish(tensor)
 
     def publish(self, tensor: UnitTensor) -> None:
@@ -169,25 +197,50 @@ class UnitHome:
 
     def read_moments(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
         moments = {}
-        for name, signed in MOMENTS:
-            moment = self.moment(tensor, name)
-            if isinstance(moment, Moment8):
-                values = torch.empty(tensor.numel, dtype=torch.float32, device=moment.codes.device)
-                dequantize_moment(moment, values, signed=signed)
-                moment = values
-            moments[name] = moment.cpu()
+        with self.states_in_memory(changes=False):
+            for name, signed in MOMENTS:
+                moment = self.moment(tensor, name)
+                if isinstance(moment, Moment8):
+                    values = torch.empty(tensor.numel, dtype=torch.float32, device=moment.codes.device)
+                    dequantize_moment(moment, values, signed=signed)
+                    moment = values
+                elif self.nvme_states is not None:
+                    moment = moment.clone()  # the memory is someone else's next
+                moments[name] = moment.cpu()
         return moments
 
+    def read_codec(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
+        """8-bit moments as they are stored: `{name}.codes` uint8 [numel], `{name}.scales` fp32 [blocks], on the CPU."""
+        with self.states_in_memory(changes=False):
+            parts = {
+                f"{name}.{part}": getattr(self.moment(tensor, name), part) for name, _ in MOMENTS for part in CODEC
+            }
+            return {key: part.clone() if self.nvme_states is not None else part.cpu() for key, part in parts.items()}
+
+    def write_codec(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
+        with self.states_in_memory(changes=True):
+            for name, _ in MOMENTS:
+                for part in CODEC:
+                    getattr(self.moment(tensor, name), part).copy_(values[f"{name}.{part}"])
+
     def write_moments(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
-        for name, signed in MOMENTS:
-            moment = self.moment(tensor, name)
-            if isinstance(moment, Moment8):
-                quantize_moment(values[name].to(moment.codes.device), moment, signed=signed)
-            else:
-                moment.copy_(values[name])
+        with self.states_in_memory(changes=True):
+            for name, signed in MOMENTS:
+                moment = self.moment(tensor, name)
+                if isinstance(moment, Moment8):
+                    quantize_moment(values[name].to(moment.codes.device), moment, signed=signed)
+                else:
+                    moment.copy_(values[name])
 
     def copy_from(self, other: UnitHome) -> None:
         """Takes over everything `other` holds, bit for bit where the state format is the same. Not gradients."""
+        with ExitStack() as stack:
+            if self.layout.trained:
+                stack.enter_context(other.states_in_memory(changes=False))
+                stack.enter_context(self.states_in_memory(changes=True))
+            self._copy_from(other)
+
+    def _copy_from(self, other: UnitHome) -> None:
         same_format = self.plan.state_bits == other.plan.state_bits
         for tensor in self.layout.tensors:
             self.weight(tensor).copy_(other.weight(tensor))
@@ -206,5 +259,7 @@ class UnitHome:
                 action(buffer)
 
     def release(self) -> None:
-        """Gives page locks back. Views that the model still holds stay readable."""
+        """Gives page locks and disk space back. Views that the model still holds stay readable."""
         self.for_each_host_buffer(HostBuffer.unpin)
+        if self.nvme_states is not None:
+            self.nvme_states.close()

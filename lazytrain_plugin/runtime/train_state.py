@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from lazytrain_plugin.runtime.executor import Executor
-from lazytrain_plugin.runtime.homes import MOMENTS
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.state import ParamRecord, StateValue
+from lazytrain_plugin.runtime.state_layout import MOMENTS
 from lazytrain_plugin.runtime.streams import Trace
 from lazytrain_plugin.runtime.unit import Arrival, Unit
-
-CODEC_PARTS = ("codes", "scales")
 
 
 class ExecutorState:
@@ -56,13 +54,13 @@ class ExecutorState:
             for key, value in self.executor.updater.read_state(unit, tensor).items()
         }
         if state and self._has_codec(unit):
-            for name, _ in MOMENTS:
-                moment = unit.home.moment(tensor, name)
-                state |= {f"{name}.{part}": getattr(moment, part).cpu() for part in CODEC_PARTS}
+            state |= unit.home.read_codec(tensor)
         return state
 
     def write_state(self, record: ParamRecord, state: dict[str, StateValue]) -> None:
         unit, tensor = self._find(record)
+        if not tensor.trained:
+            return  # trained when it was saved, frozen now: there is no place for its states
         plain = {
             key: storage_order(tensor, value) if _elementwise(tensor, value) else value
             for key, value in state.items()
@@ -70,10 +68,7 @@ class ExecutorState:
         }
         self.executor.updater.write_state(unit, tensor, plain)
         if state and self._has_codec(unit) and f"{MOMENTS[0][0]}.codes" in state:
-            for name, _ in MOMENTS:
-                moment = unit.home.moment(tensor, name)
-                for part in CODEC_PARTS:
-                    getattr(moment, part).copy_(state[f"{name}.{part}"])
+            unit.home.write_codec(tensor, state)
 
     def read_gradient(self, record: ParamRecord) -> torch.Tensor | None:
         """The window's gradient so far, [numel], fp32 or the weight's dtype; None: none yet. Call `flush` first."""

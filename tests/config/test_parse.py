@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from lazytrain_plugin.config.folders import filesystem_type
 from lazytrain_plugin.config.parse import lazytrain_block, parse_block
 from lazytrain_plugin.config.schema import LazyTrainConfig, OptimizerConfig, PlanConfig
 from lazytrain_plugin.errors import ConfigError
@@ -26,6 +27,8 @@ def test_every_key_is_read(tmp_path):
             "fidelity": "balanced",
             "gpu_memory_gib": 22.5,
             "cpu_memory_gib": 100,
+            "nvme_path": [str(tmp_path)],
+            "nvme_gib": 0.001,
             "max_tokens": 32768,
             "plan": {"path": str(plan)},
             "optimizer": {"state_bits": 32, "implementation": "native", "threads": 8},
@@ -37,6 +40,8 @@ def test_every_key_is_read(tmp_path):
         fidelity="balanced",
         gpu_memory_gib=22.5,
         cpu_memory_gib=100,
+        nvme_path=[str(tmp_path)],
+        nvme_gib=0.001,
         max_tokens=32768,
         plan=PlanConfig(path=str(plan)),
         optimizer=OptimizerConfig(state_bits=32, threads=8),
@@ -154,3 +159,39 @@ class TestLazytrainBlock:
     def test_not_an_object(self, block):
         with pytest.raises(ConfigError, match=re.escape('write "lazytrain": {}')):
             lazytrain_block({"lazytrain": block})
+
+
+def test_nvme_folders_are_one_or_several(tmp_path):
+    second = tmp_path / "with a blank"
+    second.mkdir()
+    assert parse_block({}).nvme_paths == ()
+    assert parse_block({"nvme_path": str(tmp_path)}).nvme_paths == (str(tmp_path),)
+    both = [str(tmp_path), str(second)]
+    assert parse_block({"nvme_path": both, "nvme_gib": 0.001}).nvme_paths == tuple(both)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("/no/such/folder", '"lazytrain.nvme_path" is "/no/such/folder", but /no/such/folder does not exist'),
+        (__file__, "is a file; name an existing folder"),
+        (["/dev/shm"], r"/dev/shm is host memory \(tmpfs\), not a disk"),
+        ([], r'"lazytrain.nvme_path" is \[\]; expected a string or a list of strings, or null'),
+        ([3], r"is \[3\]; expected a string or a list of strings"),
+        ("auto", "write null"),
+    ],
+)
+def test_nvme_folders_that_cannot_serve_are_refused(value, says):
+    assert re.search(says, refusal({"nvme_path": value}))
+
+
+def test_more_nvme_space_than_there_is_is_refused(tmp_path):
+    text = refusal({"nvme_path": str(tmp_path), "nvme_gib": 1e7})
+    assert '"lazytrain.nvme_gib" is 1e+07' in text and "free in" in text and str(tmp_path) in text
+    assert '"lazytrain.nvme_path" is not' in refusal({"nvme_gib": 3})
+
+
+def test_the_file_system_of_a_path_is_that_of_the_mount_it_lies_in(tmp_path):
+    assert filesystem_type("/dev/shm") == "tmpfs"
+    assert filesystem_type("/proc/self/fd") == "proc"
+    assert filesystem_type(tmp_path) not in ("", "proc")

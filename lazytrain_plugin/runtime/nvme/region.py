@@ -1,0 +1,119 @@
+"""`Region`: a fixed number of bytes on disk, in blocks over one file per folder."""
+
+from __future__ import annotations
+
+import ctypes
+
+from lazytrain_plugin.runtime.nvme.folder import ALIGNMENT_BYTES, RunFolder
+from lazytrain_plugin.runtime.nvme.io import IoEngine, Job, Kind, Request
+from lazytrain_plugin.units import MIB, align_up
+
+BLOCK_BYTES = 4 * MIB
+"""Of one request: large enough for full speed, small enough for many in flight."""
+
+
+class Region:
+    """`nbytes` on disk, zero until written; read and written as a whole, asynchronously.
+
+    Every block carries a checksum, written and verified by the I/O threads. Memory that is read into or written from
+    must be page-aligned and `padded_bytes` long.
+
+    Args:
+        folders: blocks go to them in turn.
+        direct: past the page cache. Without it blocks are unchecked: others may write through a mapping.
+        what: names it in messages ("states of model.layers.3").
+
+    Raises:
+        StorageError: a disk has no room for it.
+    """
+
+    def __init__(
+        self,
+        engine: IoEngine,
+        folders: list[RunFolder],
+        nbytes: int,
+        *,
+        what: str,
+        direct: bool = True,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self.nbytes = nbytes
+        self.padded_bytes = padded(nbytes)
+        self.what = what
+        self._engine = engine
+        self._direct = direct
+        self._block_bytes = block_bytes
+        self._num_blocks = -(-self.padded_bytes // block_bytes)
+        self._checksums = (ctypes.c_uint64 * self._num_blocks)() if direct else None
+        self._under_way: Job | None = None
+        self.files: list[tuple[RunFolder, int, str]] = []
+        """(folder, descriptor, path) per folder."""
+        try:
+            for index, folder in enumerate(folders):
+                size = sum(self._size(block) for block in range(index, self._num_blocks, len(folders)))
+                fd, path = folder.create(size, direct=direct, what=what)
+                engine.paths[fd] = path
+                self.files.append((folder, fd, path))
+            self._past_the_cache = direct and all(folder.direct for folder in folders)
+        except BaseException:
+            self.close()
+            raise
+
+    def _size(self, block: int) -> int:
+        return min(self._block_bytes, self.padded_bytes - block * self._block_bytes)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a read or write of it is under way."""
+        return self._under_way is not None and not self._under_way.done
+
+    def read(self, address: int, keep) -> Job:
+        """Starts reading all of it to `address`; waits for a write that is under way."""
+        return self._start(Kind.READ, address, keep)
+
+    def write(self, address: int, keep) -> Job:
+        """Starts writing all of it from `address`; waits for what is under way. The memory must not change yet."""
+        return self._start(Kind.WRITE, address, keep)
+
+    def write_back(self) -> Job:
+        """Starts bringing it to the disk and out of the page cache (not for `direct` regions)."""
+        return self._start(Kind.WRITE_BACK, 0, None)
+
+    def _start(self, kind: Kind, address: int, keep) -> Job:
+        self.wait()
+        verb = {Kind.READ: "reading", Kind.WRITE: "writing", Kind.WRITE_BACK: "writing back"}[kind]
+        requests, num_files = [], len(self.files)
+        # What is mapped is written back by a job of its own, so that a write is visible as soon as it can be.
+        drop = not self._past_the_cache and (self._direct or kind == Kind.READ)
+        checksums = ctypes.addressof(self._checksums) if self._checksums is not None else None
+        for block in range(self._num_blocks):
+            requests.append(
+                Request(
+                    fd=self.files[block % num_files][1],
+                    kind=kind,
+                    offset=block // num_files * self._block_bytes,
+                    address=address + block * self._block_bytes,
+                    nbytes=self._size(block),
+                    checksum=None if checksums is None else checksums + 8 * block,
+                    drop_from_cache=drop,
+                )
+            )
+        self._under_way = self._engine.submit(requests, keep=(keep, self._checksums), what=f"{verb} {self.what}")
+        return self._under_way
+
+    def wait(self) -> None:
+        """Returns when nothing is under way. Raises StorageError for what failed."""
+        if self._under_way is not None:
+            self._under_way.wait()
+
+    def close(self) -> None:
+        """Gives its space back. Nothing may be under way."""
+        for folder, fd, path in self.files:
+            self._engine.paths.pop(fd, None)
+            folder.delete(path)
+        self.files = []
+
+
+def padded(nbytes: int) -> int:
+    """Bytes of direct I/O that hold `nbytes`."""
+    return align_up(max(nbytes, 1), ALIGNMENT_BYTES)

@@ -1,0 +1,27 @@
+"""Which flats make up a unit's optimizer states."""
+
+from __future__ import annotations
+
+import torch
+
+from lazytrain_plugin.plan.result import UnitPlan
+from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout
+
+MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
+"""Names of the AdamW moments and whether their values are signed."""
+CODEC = ("codes", "scales")
+"""Parts of an 8-bit moment."""
+
+
+def state_flats(layout: FlatLayout, plan: UnitPlan, *, native: bool) -> list[tuple[str, torch.dtype, int]]:
+    """(key, dtype, numel) of each flat: remainder, and the moments that the native kernels keep."""
+    numel = layout.state_numel
+    flats = [("remainder", torch.int16, numel)] if any(tensor.is_split for tensor in layout.tensors) else []
+    if native:
+        for name, _ in MOMENTS:
+            if plan.state_bits == 8:
+                flats.append((f"{name}.codes", torch.uint8, numel))
+                flats.append((f"{name}.scales", torch.float32, numel // ALIGNMENT_ELEMENTS))
+            else:
+                flats.append((name, torch.float32, numel))
+    return flats

@@ -1,0 +1,63 @@
+"""`UnitTable`: which units a model has, which tensors they own, and the order of their updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lazytrain_plugin.runtime.discovery import Discovery
+from lazytrain_plugin.runtime.layout import UnitTensor, lay_out
+from lazytrain_plugin.runtime.unit import Unit
+
+
+class UnitTable:
+    """Units, stem and tensors of one model.
+
+    Args:
+        groups: the optimizer's `param_groups`; empty: nothing is trained.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        discovery: Discovery,
+        dtypes: dict[nn.Parameter, torch.dtype],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        # A frozen parameter in a group (optimizers are often given all of them) has no gradient, so no states either.
+        place_in_group = {
+            p: (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"]) if p.requires_grad
+        }
+        make = lambda found: Unit(  # noqa: E731
+            found.name, found.module, lay_out(list(found.parameters), dtypes, place_in_group.__contains__)
+        )
+        self.units = [make(found) for found in discovery.units]
+        self.stem = [make(found) for found in discovery.stem]
+        self.owner: dict[nn.Parameter, tuple[Unit, UnitTensor]] = {
+            tensor.parameter: (unit, tensor) for unit in (*self.units, *self.stem) for tensor in unit.layout.tensors
+        }
+        self.trained_tensors: list[UnitTensor] = []
+        """In the order of `model.parameters()`."""
+        positions = {parameter: i for i, parameter in enumerate(model.parameters())}
+        for parameter in positions:
+            tensor = self.owner[parameter][1]
+            if tensor.trained:
+                tensor.index = len(self.trained_tensors)
+                tensor.group, tensor.position_in_group = place_in_group[parameter]
+                self.trained_tensors.append(tensor)
+        self.frozen_in_groups = [
+            (self.owner[p][1].name, p)
+            for group in groups
+            for p in group["params"]
+            if p in self.owner and p not in place_in_group
+        ]
+        first = lambda unit: positions[unit.layout.tensors[0].parameter]  # noqa: E731
+        first_streamed = min(map(first, self.units), default=0)
+        early = [unit for unit in self.stem if first(unit) < first_streamed or len(unit.layout.tensors) > 1]
+        self.update_order = early + self.units + [unit for unit in self.stem if unit not in early]
+        """Forward order: what the next forward needs first is updated first."""
+        for unit in self.units:
+            shared = {self.owner[p] for p in unit.module.parameters() if self.owner[p][0] is not unit}
+            unit.foreign = tuple(t for _, t in sorted(shared, key=lambda item: item[1].name) if t.trained)

@@ -1,0 +1,268 @@
+"""States on NVMe train bit for bit like states in memory, in bounded memory, and fail by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lazytrain_plugin.errors import PlanMismatchError, StorageError
+from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.runtime.executor import Executor
+from lazytrain_plugin.runtime.nvme.tier import NvmeTier
+from lazytrain_plugin.runtime.state import TrainState
+from lazytrain_plugin.runtime.train_state import ExecutorState
+from lazytrain_plugin.units import MIB
+from lazytrain_plugin.vocab import Tier
+from tests.runtime.rig import DEVICES, Model, assert_same_weights, batches, make_executor, plan_for, train
+
+STEPS = 6
+
+
+class Awkward(nn.Module):
+    """A layer of tensor sizes that nothing divides: 1 element, primes, a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.wide = nn.Linear(24, 1009)
+        self.back = nn.Parameter(torch.randn(24, 1009).mul_(0.05).t())
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.wide(x)) @ self.back * self.scale + self.frozen.sum() * 0
+
+
+def make_model(num_layers: int = 5) -> Model:
+    torch.manual_seed(0)
+    return Model(layers=[Awkward() for _ in range(num_layers)])
+
+
+def on_nvme(plan: PlacementPlan, *, slots: int = 2, every: int = 1) -> PlacementPlan:
+    """States of every `every`-th unit on NVMe, the stem's too where the CPU updates it."""
+    move = lambda i, unit: replace(unit, states=Tier.NVME) if i % every == 0 else unit  # noqa: E731
+    return replace(
+        plan,
+        units=tuple(move(i, unit) for i, unit in enumerate(plan.units)),
+        stem=tuple(move(i, unit) for i, unit in enumerate(plan.stem)),
+        nvme_slots=slots,
+    )
+
+
+def windows(device: str, accumulation: int = 1) -> list[list[torch.Tensor]]:
+    data = batches(STEPS * accumulation, device)
+    return [data[i : i + accumulation] for i in range(0, len(data), accumulation)]
+
+
+def executor_for(model, plan, *, device="cpu", dtype=None, tier=None, delay_s=0.0) -> Executor:
+    return make_executor(model, plan, device=device, native=True, dtype=dtype, nvme=tier, transfer_delay_s=delay_s)
+
+
+def full_state(executor: Executor) -> dict[str, torch.Tensor]:
+    """Every master and moment."""
+    state, out = ExecutorState(executor), {}
+    for record in state.records:
+        out[record.name] = state.read_master(record).clone()
+        for key, value in state.read_state(record).items():
+            out[f"{record.name}.{key}"] = torch.as_tensor(value).clone()
+    return out
+
+
+def assert_same(got: dict, wanted: dict) -> None:
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("state_bits", [32, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("slots", "every", "accumulation"), [(1, 1, 1), (3, 2, 1), (2, 1, 2)])
+def test_the_same_bits_as_in_memory(disk, device, state_bits, dtype, slots, every, accumulation):
+    """S-12, S-15: parameters, masters and moments, not only the loss; every disk request and transfer late (S-20)."""
+    steps = windows(device, accumulation)
+    results = []
+    for nvme in (False, True):
+        model = make_model()
+        plan = plan_for(model, state_bits=state_bits, device=device)
+        tier = NvmeTier([disk], block_bytes=8192, delay_s=0.001) if nvme else None
+        executor = executor_for(
+            model,
+            on_nvme(plan, slots=slots, every=every) if nvme else plan,
+            device=device,
+            dtype=dtype,
+            tier=tier,
+            delay_s=0.001,
+        )
+        norms = train(executor, steps, max_norm=0.5)
+        results.append((norms, full_state(executor), model))
+        if nvme:
+            assert tier.used_bytes > 0 and tier.engine.moved_bytes()[1] > 0
+        executor.close()
+    (norms, states, model), (nvme_norms, nvme_states, nvme_model) = results
+    assert nvme_norms == norms
+    assert_same(nvme_states, states)
+    assert_same_weights(nvme_model, model)
+    assert not list(disk.iterdir())
+
+
+class Big(nn.Linear):
+    """Large enough that memory shows: 2 MiB of moments."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 24)
+        self.big = nn.Parameter(torch.zeros(MIB // 4))
+
+    def forward(self, x):
+        return super().forward(x) + self.big[: x.shape[-1]]
+
+
+def big_model(num_layers: int) -> Model:
+    torch.manual_seed(0)
+    return Model(layers=[Big() for _ in range(num_layers)])
+
+
+def test_memory_holds_the_slots_and_no_more(disk):
+    """S-13, S-17: buffers are sized by the largest unit; the states never are in memory, from the first second on."""
+    model = big_model(6)
+    tier = NvmeTier([disk])
+    executor = executor_for(model, on_nvme(plan_for(model), slots=2), tier=tier)
+    staging = executor._nvme._staging
+    largest = max(unit.home.nvme_states.nbytes for unit in executor.all_units)
+    assert not any(unit.home.state_buffers for unit in executor.all_units)
+    assert staging.nbytes == largest and staging.allocated_bytes == 0
+    train(executor, windows("cpu"))
+    full_state(executor)
+    assert staging.allocated_bytes <= 2 * largest
+    assert tier.used_bytes > 6 * largest * 0.9
+    executor.close()
+
+
+@pytest.mark.parametrize("state_bits", [32, 8])
+def test_moves_between_tiers_keep_every_bit(disk, state_bits):
+    """S-39: CPU -> NVMe -> NVMe with other slots -> CPU in the middle of training."""
+    steps = windows("cpu")
+    straight_model, model = make_model(), make_model()
+    straight = executor_for(straight_model, plan_for(straight_model, state_bits=state_bits), dtype=torch.bfloat16)
+    norms = train(straight, steps)
+    cpu = plan_for(model, state_bits=state_bits)
+    tier = NvmeTier([disk], block_bytes=8192, delay_s=0.001)
+    executor = executor_for(model, cpu, dtype=torch.bfloat16, tier=tier)
+    moved_norms = train(executor, steps[:1])
+    for plan, part in ((on_nvme(cpu), steps[1:3]), (on_nvme(cpu, slots=1, every=2), steps[3:5]), (cpu, steps[5:])):
+        executor.place(plan)
+        moved_norms += train(executor, part)
+    assert moved_norms == norms
+    assert_same(full_state(executor), full_state(straight))
+    assert tier.used_bytes == 0
+    straight.close()
+    executor.close()
+
+
+def copy_over(source: TrainState, target: TrainState) -> None:
+    """What saving and loading a checkpoint does, tensor by tensor."""
+    for record, other in zip(source.records, target.records, strict=True):
+        target.write_master(other, source.read_master(record))
+        target.write_state(other, source.read_state(record))
+
+
+@pytest.mark.parametrize("state_bits", [32, 8])
+@pytest.mark.parametrize("direction", ["from", "to", "both"])
+def test_a_checkpoint_passes_through(disk, tmp_path, state_bits, direction):
+    """S-16: save with states on NVMe, resume on another disk, go on bit for bit."""
+    steps = windows("cpu")
+    straight_model = make_model()
+    straight = executor_for(straight_model, plan_for(straight_model, state_bits=state_bits), dtype=torch.bfloat16)
+    train(straight, steps)
+    second_disk = tmp_path / "another"
+    second_disk.mkdir()
+    executors = []
+    for folder, nvme in ((disk, direction != "to"), (second_disk, direction != "from")):
+        model = make_model()
+        plan = plan_for(model, state_bits=state_bits)
+        tier = NvmeTier([folder], block_bytes=8192) if nvme else None
+        executors.append(executor_for(model, on_nvme(plan) if nvme else plan, dtype=torch.bfloat16, tier=tier))
+    first, second = executors
+    train(first, steps[:3])
+    copy_over(ExecutorState(first), ExecutorState(second))
+    first.close()
+    train(second, steps[3:])
+    assert_same(full_state(second), full_state(straight))
+    assert_same_weights(second.model, straight_model)
+    second.close()
+    straight.close()
+
+
+@pytest.mark.parametrize("problem", ["no folder", "gradients", "own optimizer"])
+def test_what_cannot_rest_there_is_refused_with_the_remedy(disk, problem):
+    model = make_model(2)
+    plan = on_nvme(plan_for(model))
+    if problem == "gradients":
+        plan = plan.with_units(gradients=Tier.NVME)
+    says = {"no folder": "nvme_path", "gradients": "put them on the CPU", "own optimizer": "native"}[problem]
+    with pytest.raises(PlanMismatchError, match=says):
+        make_executor(
+            model, plan, native=problem != "own optimizer", nvme=None if problem == "no folder" else NvmeTier([disk])
+        )
+
+
+def test_mount_too_small_is_refused_before_the_first_step(mount):
+    """S-14: 300 MB of states for a disk of 200 MB."""
+    model = big_model(150)
+    with pytest.raises(StorageError, match=r"no room on NVMe for states of layers\.\d+: .* needed .* free"):
+        executor_for(model, on_nvme(plan_for(model)), tier=NvmeTier([mount(200)]))
+
+
+def test_mount_that_fills_up_at_a_later_step_stops_training(mount):
+    """S-14: the disk promised space that it hasn't got. The error names it; what was saved before still loads."""
+    model = big_model(16)
+    tier = NvmeTier([mount(200, backed_mib=30)])
+    executor = executor_for(model, on_nvme(plan_for(model), slots=2), tier=tier)
+    steps = windows("cpu")
+    state = ExecutorState(executor)
+    saved = [state.read_master(record).clone() for record in state.records]
+    with pytest.raises(Exception, match=r"writing .*\.bin: .*free.*resume from the last checkpoint") as error:
+        train(executor, steps)
+    assert isinstance(error.value, StorageError) or isinstance(error.value.__cause__, StorageError)
+    with pytest.raises(Exception, match="resume from the last checkpoint"):  # and nothing goes on as if it had worked
+        train(executor, steps)
+    with pytest.raises(Exception, match="resume from the last checkpoint"):
+        executor.close()
+    assert not list(tier.paths[0].glob("lazytrain-run-*"))
+    resumed_model = big_model(16)
+    resumed = executor_for(resumed_model, plan_for(resumed_model))
+    for record, master in zip(ExecutorState(resumed).records, saved, strict=True):
+        ExecutorState(resumed).write_master(record, master)
+    train(resumed, steps[:1])
+    resumed.close()
+
+
+def test_a_damaged_block_stops_training_by_name(disk):
+    model = make_model()
+    executor = executor_for(model, on_nvme(plan_for(model), slots=1), tier=NvmeTier([disk]))
+    steps = windows("cpu")
+    train(executor, steps[:2])
+    executor._nvme._staging.drain()
+    _, _, path = executor.units[2].home.nvme_states.region.files[0]
+    with open(path, "r+b") as file:
+        file.seek(5000)
+        file.write(b"oops")
+    with pytest.raises(Exception, match=r"not what was written there.*resume from the last checkpoint") as error:
+        train(executor, steps[2:])
+    assert path in str(error.value)
+    with pytest.raises(Exception, match="not what was written there"):
+        executor.close()
+    assert not list(disk.iterdir())
+
+
+def test_states_of_a_tensor_that_is_frozen_now_harm_no_other():
+    model = make_model(2)
+    executor = executor_for(model, plan_for(model))
+    train(executor, windows("cpu")[:2])
+    before, state = full_state(executor), ExecutorState(executor)
+    frozen = next(record for record in state.records if record.name == "layers.0.frozen")
+    state.write_state(frozen, {"step": 3.0, "exp_avg": torch.ones(7), "exp_avg_sq": torch.ones(7)})
+    assert_same(full_state(executor), before)
+    executor.close()
