@@ -52,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, help="follow this plan file")
     parser.add_argument("--resident-units", type=int, help="plan by hand: units with weights and states on the GPU")
     parser.add_argument("--keep-units", type=int, help="plan by hand: units that keep their activations")
+    parser.add_argument("--boundary", choices=("gpu", "cpu"), default="gpu", help="plan by hand: where inputs rest")
     parser.add_argument("--weight-slots", type=int, default=3, help="plan by hand: staging buffers for weights")
     parser.add_argument("--gradient-slots", type=int, default=2, help="plan by hand: staging buffers for gradients")
     parser.add_argument("--stem-states", choices=("cpu", "gpu"), default="cpu", help="plan by hand: where they rest")
@@ -143,6 +144,7 @@ def plan_by_hand(arguments: argparse.Namespace, model):
             updater=updater,
             state_bits=arguments.state_bits,
             activations=activations,
+            boundary=Tier(arguments.boundary),
             reason="by hand",
         )
 

@@ -15,6 +15,7 @@ from torch import nn
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime import streamed_module
+from lazytrain_plugin.runtime.boundary_store import BoundaryStore
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.gradients import GradientSink
 from lazytrain_plugin.runtime.homes import UnitHome
@@ -31,6 +32,7 @@ from lazytrain_plugin.runtime.unit import Arrival, Unit
 from lazytrain_plugin.runtime.unit_table import UnitTable
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, StepScalars, read_scalars
 from lazytrain_plugin.runtime.worker import UpdateWorker
+from lazytrain_plugin.vocab import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Executor:
         self.prepare_inputs = prepare_inputs or (lambda args, kwargs: (args, kwargs))
         self.streams = Streams(device, transfer_delay_s=transfer_delay_s)
         self.worker = UpdateWorker()
+        self.boundaries = BoundaryStore(self.streams, 1)
         self.graph_root = torch.empty(0, device=device, requires_grad=True)
         """Input of every unit node, so that one exists even where no argument requires grad (a frozen prefix)."""
         self.plan: PlacementPlan | None = None
@@ -151,6 +154,9 @@ class Executor:
             self._slots = WeightSlots(self.streams, self._num_slots, nbytes)
         self._sink.outbox.trim(0)
         self._sink.outbox = Outbox(self.streams, plan.gradient_slots - 1)
+        self.boundaries.slots = plan.activation_slots
+        if not any(unit.boundary == Tier.CPU for unit in plan.units):
+            self.boundaries.close()
 
     def _install(self) -> None:
         for unit in self.units:
@@ -366,6 +372,7 @@ class Executor:
             self._hooks = None
             self._slots = None
             self._sink.outbox.trim(0)
+            self.boundaries.close()
             self.streams.run_backward_on_one_thread(False)
             self._nvme.close()
             for unit in self.all_units:

@@ -110,7 +110,8 @@ class UnitHome:
 
     def fits(self, plan: UnitPlan) -> bool:
         """Whether `plan` asks for this very home (what is kept between forward and backward is not part of it)."""
-        return replace(self.plan, activations=plan.activations, reason=plan.reason) == plan
+        same = {name: getattr(plan, name) for name in ("activations", "boundary", "saved", "reason")}
+        return replace(self.plan, **same) == plan
 
     # What the update works on.
 

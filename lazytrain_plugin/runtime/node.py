@@ -20,9 +20,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.runtime.tree import flatten_tensors
-from lazytrain_plugin.vocab import Activations
+from lazytrain_plugin.vocab import Activations, Tier
 
 if TYPE_CHECKING:
+    from lazytrain_plugin.runtime.boundary_store import Parcel
     from lazytrain_plugin.runtime.executor import Executor
     from lazytrain_plugin.runtime.unit import Unit
 
@@ -34,6 +35,8 @@ class UnitCall:
         self.executor = executor
         self.unit = unit
         self.keep = unit.home.plan.activations == Activations.KEEP
+        self.offloads_inputs = unit.home.plan.boundary == Tier.CPU and not self.keep
+        self.parcel: Parcel | None = None
         self.inputs, self.rebuild_inputs = flatten_tensors((args, kwargs))
         self.side_keys = executor.side_outputs.active_keys()
         self.rebuild_outputs = None
@@ -98,6 +101,8 @@ class UnitCall:
             gradients = graph.gradients(output_gradients, retain=retain and self.keep)
             if self.keep and not retain:
                 self.graph = None
+            if self.parcel is not None and not retain:
+                self.parcel.release()
             num_leaves = len(graph.differentiable_leaves)
             by_leaf = dict(zip(graph.differentiable_leaves, gradients[:num_leaves], strict=True))
             parameter_gradients = [
@@ -145,10 +150,14 @@ class LocalGraph:
 class _UnitNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: UnitCall, graph_root: torch.Tensor, *inputs: torch.Tensor):
+        saved = () if call.keep else inputs
+        if call.offloads_inputs:
+            call.parcel = call.executor.boundaries.put(inputs)
+            saved = call.parcel.on_device
         outputs = call.forward(inputs)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(() if call.keep else inputs))
+        ctx.save_for_backward(*saved)
         ctx.num_inputs = len(inputs)
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, call.differentiable, strict=True) if not d))
         return tuple(outputs)
@@ -160,6 +169,8 @@ class _UnitNode(torch.autograd.Function):
         inputs = call.graph.leaves if call.keep and call.graph is not None else ctx.saved_tensors
         if call.keep and call.graph is None:
             inputs = [None] * ctx.num_inputs
+        if call.parcel is not None:
+            inputs = call.parcel.get(inputs)
         return (None, None, *call.backward(inputs, output_gradients))
 
 

@@ -31,7 +31,8 @@ class Trace:
     """Seconds the compute stream stood still, by cause, per optimizer step.
 
     Causes: `weights` (a transfer to the GPU), `update` (an optimizer update that forward needed),
-    `gradients` (a gradient slot still on its way home), `step` (from the last gradient to the next forward).
+    `gradients` (a gradient slot still on its way home), `activations` (a unit's input on its way),
+    `step` (from the last gradient to the next forward).
     """
 
     def __init__(self) -> None:
