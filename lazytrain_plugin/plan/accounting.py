@@ -1,103 +1,213 @@
 """What a plan holds in each tier at its fullest moment, line by line. The only place that adds bytes up.
 
-GPU memory peaks in one of these windows, and each is counted (docs/formulation.md, Eq. 4 and 5):
-- the loss: all inputs and all kept activations, with the logits;
-- the backward of unit u: inputs and kept activations of the units up to u (later ones are already freed), with u's
-  recompute and gradients in the making.
+GPU memory peaks in one of these windows of a step, and each is counted (docs/formulation.md, Eq. 4 to 6):
+- the loss: all inputs and all saved activations, with the logits;
+- the backward of unit u: inputs and saved activations of the units up to u (later ones are already freed), u's
+  recompute, and the gradients of the units from u on that rest on the GPU or are on their way off it;
+- the end of backward: all those gradients, with the embedding's.
+An evaluation and the writing of a checkpoint are no part of a step; they must fit all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, PlacementProblem, UnitCost
+from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, STEM_STAGING_BYTES, PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
-from lazytrain_plugin.vocab import Activations, Tier, Updater
+from lazytrain_plugin.profile.model import UnitRole
+from lazytrain_plugin.vocab import Tier, Updater
+
+TIERS = ("gpu", "cpu", "nvme")
+SECONDS_PER_DAY = 86400
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Named lines of bytes per tier. Without a GPU all lines are host memory."""
+    """Named lines of bytes per tier. Without a GPU all its lines are host memory."""
 
     gpu: dict[str, int]
     cpu: dict[str, int]
+    nvme: dict[str, int] = field(default_factory=dict)
+    outside_step: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Moments that are no part of a step -> total bytes per tier."""
 
     def total_bytes(self) -> dict[str, int]:
-        return {"gpu": sum(self.gpu.values()), "cpu": sum(self.cpu.values())}
+        """Peak of a training step per tier."""
+        return {tier: sum(getattr(self, tier).values()) for tier in TIERS if tier != "nvme" or self.nvme}
+
+    def need_bytes(self) -> dict[str, int]:
+        """What a budget must hold: the step, and what happens between steps."""
+        need = self.total_bytes()
+        for moment in self.outside_step.values():
+            for tier, num_bytes in moment.items():
+                need[tier] = max(need[tier], num_bytes)
+        return need
 
 
-def unit_bytes(cost: UnitCost, unit: UnitPlan) -> tuple[int, int]:
-    """(GPU, host) bytes of a unit's weights and states at rest."""
-    if unit.weights == Tier.CPU:
-        return 0, cost.weight_bytes + cost.state_bytes
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What comes and goes in one window of a step, in bytes of GPU memory."""
+
+    inputs: int
+    saved: int
+    gradients: int
+    other: int
+    other_name: str
+
+    @property
+    def total(self) -> int:
+        return self.inputs + self.saved + self.gradients + self.other
+
+
+def unit_bytes(cost: UnitCost, unit: UnitPlan) -> dict[str, int]:
+    """Bytes per tier of a unit's weights and states at rest. Gradients that stay on the GPU are counted by window."""
+    rest = dict.fromkeys(TIERS, 0)
+    rest[unit.weights] += cost.weight_bytes
     if not cost.num_trainable:
-        return cost.weight_bytes, 0
-    if unit.updater == Updater.GPU:
-        return cost.weight_bytes + cost.state_bytes, 0
-    # The update writes a host mirror of the weights; one copy then brings it to the GPU.
-    return cost.weight_bytes, cost.weight_bytes + cost.state_bytes
+        return rest
+    rest[unit.states] += cost.rest_state_bytes
+    # Sums over micro-batches are kept by who adds them up; a disk is too slow for it.
+    rest["gpu" if unit.states == Tier.GPU else "cpu"] += cost.accumulator_bytes
+    if sends_gradients(cost, unit):
+        rest["cpu"] += cost.gradient_bytes
+    if unit.weights == Tier.GPU and unit.updater == Updater.CPU:
+        # The update writes a host mirror of the weights; one copy then brings it to the GPU.
+        rest["cpu"] += cost.weight_bytes
+    return rest
 
 
 def is_streamed(unit: UnitPlan) -> bool:
-    return unit.weights == Tier.CPU
+    """The weights rest off the GPU."""
+    return unit.weights != Tier.GPU
 
 
 def sends_gradients(cost: UnitCost, unit: UnitPlan) -> bool:
-    return unit.updater == Updater.CPU and cost.num_trainable > 0
+    """The gradients leave the GPU."""
+    return unit.states != Tier.GPU and cost.num_trainable > 0
+
+
+def offloaded_bytes(cost: UnitCost, unit: UnitPlan) -> int:
+    """What leaves the GPU after a unit's forward and comes back for its backward."""
+    boundary = cost.boundary_bytes if unit.boundary != Tier.GPU else 0
+    return boundary + (cost.saved_bytes(unit.activations) if unit.saved != Tier.GPU else 0)
+
+
+def nvme_staged_bytes(cost: UnitCost, unit: UnitPlan) -> int:
+    """What an update (or a forward) of a unit brings from NVMe to host memory."""
+    return unit_bytes(cost, unit)["nvme"]
+
+
+def nvme_bytes_allowed_per_step(problem: PlacementProblem) -> float:
+    """What the disk's wear allows to write in a step. Counts with the fastest step there can be, that of computing
+    alone, so that no plan wears the disk faster."""
+    if problem.nvme_write_bytes_per_day is None:
+        return float("inf")
+    costs = (*problem.units, *problem.stem)
+    fastest_s = problem.accumulation_steps * sum(cost.forward_s + cost.backward_s for cost in costs)
+    return problem.nvme_write_bytes_per_day * fastest_s / SECONDS_PER_DAY
+
+
+def nvme_written_bytes(problem: PlacementProblem, plan: PlacementPlan) -> int:
+    """What one step writes to NVMe: new weights and states of what rests there."""
+    pairs = (*zip(problem.units, plan.units), *zip(problem.stem, plan.stem))
+    return sum(nvme_staged_bytes(cost, unit) for cost, unit in pairs if cost.num_trainable)
+
+
+def state_slot_bytes(problem: PlacementProblem, plan: PlacementPlan) -> int:
+    """Size of a staging buffer on the GPU for streamed states: the largest unit; stem units pass in chunks."""
+    units = [c.streamed_in_bytes for c, unit in zip(problem.units, plan.units) if unit.streams_states]
+    stem = [c.streamed_in_bytes for c, unit in zip(problem.stem, plan.stem) if unit.streams_states]
+    return max([*units, min(STEM_STAGING_BYTES, max(stem, default=0))], default=0)
 
 
 def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     """Peak bytes of `plan`; unit i of the plan is unit i of the problem."""
-    gpu: dict[str, int] = {}
-    cpu: dict[str, int] = {}
+    lines: dict[str, dict[str, int]] = {tier: {} for tier in TIERS}
+    gpu, cpu = lines["gpu"], lines["cpu"]
     for part, costs, units in (("units", problem.units, plan.units), ("stem", problem.stem, plan.stem)):
         rest = [unit_bytes(cost, unit) for cost, unit in zip(costs, units, strict=True)]
-        gpu[f"{part}: weights and states"] = sum(gpu_bytes for gpu_bytes, _ in rest)
-        cpu[f"{part}: weights and states"] = sum(cpu_bytes for _, cpu_bytes in rest)
-    # A stem tensor's gradient is made by autograd in `.grad` before it goes to the host.
-    gpu["stem: gradients on their way"] = sum(
-        cost.gradient_bytes
-        for cost, unit in zip(problem.stem, plan.stem)
-        if sends_gradients(cost, unit) and unit.weights == Tier.GPU
-    )
-    streamed = [cost.weight_bytes for cost, unit in zip(problem.units, plan.units) if is_streamed(unit)]
-    sending = [cost.gradient_bytes for cost, unit in zip(problem.units, plan.units) if sends_gradients(cost, unit)]
+        for tier in TIERS:
+            lines[tier][f"{part}: weights and states"] = sum(num_bytes[tier] for num_bytes in rest)
+    pairs = list(zip(problem.units, plan.units))
+    streamed = [cost.weight_bytes for cost, unit in pairs if is_streamed(unit)]
     # With fewer streamed units than slots the rest of the slots is not made.
     gpu["weight slots"] = min(plan.weight_slots, len(streamed) + 1) * max(streamed, default=0)
-    gpu["gradient slots"] = plan.gradient_slots * max(sending, default=0)
-    gpu.update(_activation_peak(problem, plan.units))
+    gpu["state slots"] = plan.state_slots * state_slot_bytes(problem, plan)
+    at_rest = sum(gpu.values()) - gpu["state slots"] + problem.gpu_reserve_bytes
+
+    ring = plan.activation_slots * max((offloaded_bytes(cost, unit) for cost, unit in pairs), default=0)
+    window = max(windows(problem, plan), key=lambda window: window.total, default=Window(0, 0, 0, 0, "logits and loss"))
+    gpu["activation slots"] = ring
+    gpu["unit inputs"] = window.inputs
+    gpu["saved activations"] = window.saved
+    gpu["gradients"] = window.gradients
+    gpu[window.other_name] = window.other
+    gpu["head-room"] = int((window.total + ring) * FRAGMENTATION_FRAC)
     gpu["reserve"] = problem.gpu_reserve_bytes
+
+    for tier, name in (("cpu", "offloaded activations"), ("nvme", "activations")):
+        lines[tier][name] = _offloaded_to(pairs, Tier(tier))
+    staged = [nvme_staged_bytes(cost, unit) for cost, unit in (*pairs, *zip(problem.stem, plan.stem))]
+    cpu["NVMe slots"] = min(plan.nvme_slots, sum(size > 0 for size in staged)) * max(staged, default=0)
     cpu["reserve"] = problem.cpu_reserve_bytes
+    saving = sum(cpu.values()) + problem.save_bytes - cpu["offloaded activations"]
+    outside = {"checkpoint": {"cpu": saving}}
+    evaluating = at_rest + int((1 + FRAGMENTATION_FRAC) * problem.evaluation_bytes)
     if not problem.has_gpu:
-        cpu = _merged(cpu, gpu)
-        gpu = {}
-    return Ledger(gpu={k: v for k, v in gpu.items() if v}, cpu={k: v for k, v in cpu.items() if v})
+        outside["checkpoint"]["cpu"] += at_rest
+        evaluating += sum(cpu.values())
+        lines["cpu"] = _merged(cpu, gpu)
+        lines["gpu"] = {}
+    if problem.evaluation_bytes:
+        outside["evaluation"] = {"gpu" if problem.has_gpu else "cpu": evaluating}
+    lines = {tier: {line: num_bytes for line, num_bytes in lines[tier].items() if num_bytes} for tier in TIERS}
+    return Ledger(**lines, outside_step=outside)
 
 
-def backward_workspace_bytes(cost: UnitCost, activations: Activations) -> int:
-    """What a unit's backward needs beyond its input and what it kept.
+def windows(problem: PlacementProblem, plan: PlacementPlan) -> Iterator[Window]:
+    """The windows of a step in the order of time: the loss, backward from the last unit to the first, its end."""
+    pairs = list(zip(problem.units, plan.units))
+    on_gpu = [cost.boundary_bytes if unit.boundary == Tier.GPU else 0 for cost, unit in pairs]
+    saved = [cost.saved_bytes(unit.activations) if unit.saved == Tier.GPU else 0 for cost, unit in pairs]
+    yield Window(sum(on_gpu), sum(saved), 0, problem.loss_bytes, "logits and loss")
 
-    Its recompute, unless kept. Its gradients are counted with the gradient slots, or with the states on the GPU.
-    """
-    kept = cost.kept_bytes if activations == Activations.KEEP else 0
-    return cost.workspace_bytes - kept
+    slot = max((cost.gradient_bytes for cost, unit in pairs if sends_gradients(cost, unit)), default=0)
+    head = sum(_head_gradient_bytes(problem, plan, always=True))
+    resting = 0
+    inputs, kept = sum(on_gpu), sum(saved)
+    for later, (u, (cost, unit)) in enumerate(reversed(list(enumerate(pairs)))):
+        own = 0 if sends_gradients(cost, unit) else cost.gradient_bytes
+        if not problem.has_accumulation:
+            resting += own
+            own = 0
+        kept -= saved[u]
+        going = (1 + min(plan.gradient_slots - 1, later)) * slot
+        if later < plan.gradient_slots - 1:
+            going += sum(_head_gradient_bytes(problem, plan, always=False))
+        yield Window(inputs, kept, head + resting + own + going, cost.workspace_bytes, "backward workspace")
+        inputs -= on_gpu[u]
+    embedding = sum(c.gradient_bytes for c in problem.stem if c.role != UnitRole.HEAD)
+    yield Window(0, 0, head + resting + (plan.gradient_slots - 1) * slot + embedding, 0, "backward workspace")
 
 
-def _activation_peak(problem: PlacementProblem, units: Sequence[UnitPlan]) -> dict[str, int]:
-    """Lines of the fullest window, head-room included."""
-    boundaries = kept = 0
-    windows: list[tuple[int, int, int, str, int]] = []
-    for cost, unit in zip(problem.units, units):
-        boundaries += cost.boundary_bytes
-        if unit.activations == Activations.KEEP:
-            kept += cost.kept_bytes
-        workspace = backward_workspace_bytes(cost, unit.activations)
-        windows.append((boundaries + kept + workspace, boundaries, kept, "backward workspace", workspace))
-    windows.append((boundaries + kept + problem.loss_bytes, boundaries, kept, "logits and loss", problem.loss_bytes))
-    total, boundaries, kept, what, workspace = max(windows, key=lambda window: window[0])
-    head_room = int(total * FRAGMENTATION_FRAC)
-    return {"unit inputs": boundaries, "kept activations": kept, what: workspace, "head-room": head_room}
+def _head_gradient_bytes(problem: PlacementProblem, plan: PlacementPlan, *, always: bool) -> Iterator[int]:
+    """The head's gradient after the loss: `always` what stays through backward, else what is on its way off the GPU."""
+    for cost, unit in zip(problem.stem, plan.stem):
+        if problem.tied and cost.role == UnitRole.EMBEDDING:
+            yield cost.gradient_bytes if always else 0
+        elif cost.role == UnitRole.HEAD and sends_gradients(cost, unit):
+            yield 0 if always else cost.gradient_bytes
+        elif cost.role == UnitRole.HEAD and not problem.has_accumulation:
+            yield cost.gradient_bytes if always else 0
+
+
+def _offloaded_to(pairs: Sequence[tuple[UnitCost, UnitPlan]], tier: Tier) -> int:
+    total = 0
+    for cost, unit in pairs:
+        total += cost.boundary_bytes if unit.boundary == tier else 0
+        total += cost.saved_bytes(unit.activations) if unit.saved == tier else 0
+    return total
 
 
 def _merged(cpu: dict[str, int], gpu: dict[str, int]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from lazytrain_plugin.errors import InfeasiblePlanError, PlanMismatchError
-from lazytrain_plugin.plan.accounting import Ledger, account
+from lazytrain_plugin.plan.accounting import Ledger, account, nvme_bytes_allowed_per_step, nvme_written_bytes
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
@@ -56,14 +56,20 @@ def check_plan(
         raise PlanMismatchError("a stem unit's weights are off the GPU; they are read there between steps")
     problem = _problem(plan, model, hardware, replace(request, max_tokens=tokens, fidelity=plan.fidelity))
     ledger = account(problem, plan)
-    have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes}
-    for tier, need_bytes in ledger.total_bytes().items():
+    have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
+    for tier, need_bytes in ledger.need_bytes().items():
         if need_bytes > have[tier]:
             fullest = max(getattr(ledger, tier).items(), key=lambda line: line[1])
             raise InfeasiblePlanError(
                 f"the plan needs {format_bytes(need_bytes)} of {tier} memory and has {format_bytes(have[tier])} "
                 f"(most of it: {fullest[0]}, {format_bytes(fullest[1])}); plan again for this machine"
             )
+    written, allowed = nvme_written_bytes(problem, plan), nvme_bytes_allowed_per_step(problem)
+    if written > allowed:
+        raise InfeasiblePlanError(
+            f"a step writes {format_bytes(written)} to NVMe, and its write budget allows {format_bytes(int(allowed))}; "
+            "plan again, or allow more writes a day"
+        )
     return ledger
 
 

@@ -8,12 +8,17 @@ The family, in the order in which GPU memory is worth most (each claim is checke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from lazytrain_plugin.errors import InfeasiblePlanError
-from lazytrain_plugin.plan.accounting import account, unit_bytes
-from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
+from lazytrain_plugin.plan.accounting import (
+    account,
+    nvme_bytes_allowed_per_step,
+    nvme_written_bytes,
+    unit_bytes,
+)
+from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
@@ -33,27 +38,57 @@ def greedy_plan(model: ModelProfile, hardware: HardwareProfile, request: PlanReq
     Raises:
         InfeasiblePlanError: nothing fits; the message has need and have per tier and the nearest remedies.
     """
+    from lazytrain_plugin.plan.refusal import infeasible, rebuilder  # which looks for what would fit, with this module
+
     problem = build_problem(model, hardware, request)
-    return plan_greedily(problem, rebuilder(model, hardware, request))
-
-
-def plan_greedily(problem: PlacementProblem, rebuild=None) -> PlacementPlan:
-    """As `greedy_plan`, from a problem. `rebuild(max_tokens=..., state_bits=...)` makes the variants that the error
-    message looks at; None: no remedies are computed."""
-    best = _search(problem)
+    best = plan_greedily(problem)
     if best is None:
-        raise infeasible(problem, rebuild)
-    return explained(problem, *best)
+        raise infeasible(problem, rebuilder(model, hardware, request))
+    return best
+
+
+def plan_greedily(problem: PlacementProblem) -> PlacementPlan | None:
+    """As `greedy_plan`, from a problem; None: nothing of the family fits."""
+    best = _search(problem)
+    return None if best is None else explained(problem, *best)
+
+
+def closest_plans(problem: PlacementProblem) -> Iterator[PlacementPlan]:
+    """Members of the family that need the least of some tier, the leanest first."""
+    yield leanest_plan(problem)
+    if problem.has_gpu:
+        for variant in _variants(problem):
+            for count in range(len(problem.units) + 1):
+                for stem in range(len(problem.stem) + 1):
+                    yield _plan(problem, replace(variant, stem_on_gpu=stem, resident=_first(count)))
 
 
 def fits(problem: PlacementProblem, plan: PlacementPlan) -> bool:
-    total = account(problem, plan).total_bytes()
-    return total["gpu"] <= problem.gpu_budget_bytes and total["cpu"] <= problem.cpu_budget_bytes
+    """Whether every budget holds the plan, in a step and between steps."""
+    have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
+    if nvme_written_bytes(problem, plan) > nvme_bytes_allowed_per_step(problem):
+        return False
+    return all(num_bytes <= have[tier] for tier, num_bytes in account(problem, plan).need_bytes().items())
 
 
 def leanest_plan(problem: PlacementProblem) -> PlacementPlan:
-    """The placement with the least GPU memory: all units and stem states on the CPU, everything recomputed."""
-    return _plan(problem, stem_on_gpu=0, resident=frozenset())
+    """All units and stem states on the CPU, updated there, everything recomputed: the least GPU memory without
+    offloaded activations."""
+    return _plan(problem, _Layout())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """One member of the family."""
+
+    stem_on_gpu: int = 0
+    """How many stem units have their states on the GPU: small tensors first, then the embedding."""
+    resident: frozenset[int] = frozenset()
+    home: str = "stream"
+    """Of the units that are not resident: a member of `HOMES`."""
+    on_nvme: frozenset[int] = frozenset()
+    nvme_home: str = "nvme_states"
+    boundaries_on_cpu: bool = False
 
 
 def _search(problem: PlacementProblem) -> tuple[PlacementPlan, float] | None:
@@ -63,31 +98,61 @@ def _search(problem: PlacementProblem) -> tuple[PlacementPlan, float] | None:
     """
     if not problem.has_gpu:
         # One tier: only activations are left to decide.
-        plan = _keep_what_fits(problem, leanest_plan(problem))
+        plan = _save_what_fits(problem, leanest_plan(problem))
         return (plan, simulate(problem, plan).step_s) if fits(problem, plan) else None
     best: tuple[PlacementPlan, float] | None = None
     num_units = len(problem.units)
     stride = max(1, num_units // COARSE_COUNTS)
-    for stem_on_gpu in range(len(problem.stem) + 1):
-        best_count, best_count_s = None, float("inf")
-        coarse = {*range(0, num_units + 1, stride), num_units}
-        for counts in (coarse, None):
-            if counts is None:
-                if best_count is None:
-                    break
-                counts = set(range(max(0, best_count - stride), min(num_units, best_count + stride) + 1)) - coarse
-            for count in sorted(counts):
-                for layout in dict.fromkeys((_first(count), _spread(count, num_units))):
-                    plan = _plan(problem, stem_on_gpu=stem_on_gpu, resident=layout)
-                    if not fits(problem, plan):
-                        continue
-                    plan = _keep_what_fits(problem, plan)
-                    step_s = simulate(problem, plan).step_s
-                    if step_s < best_count_s:
-                        best_count, best_count_s = count, step_s
-                    if best is None or step_s < best[1] * (1 - WORTHWHILE_FRAC):
-                        best = (plan, step_s)
+    for variant in _variants(problem):
+        for stem_on_gpu in range(len(problem.stem) + 1):
+            best_count, best_count_s = None, float("inf")
+            coarse = {*range(0, num_units + 1, stride), num_units}
+            for counts in (coarse, None):
+                if counts is None:
+                    if best_count is None:
+                        break
+                    counts = set(range(max(0, best_count - stride), min(num_units, best_count + stride) + 1)) - coarse
+                for count in sorted(counts):
+                    for resident in dict.fromkeys((_first(count), _spread(count, num_units))):
+                        plan = _plan(problem, replace(variant, stem_on_gpu=stem_on_gpu, resident=resident))
+                        if not fits(problem, plan):
+                            continue
+                        plan = _save_what_fits(problem, plan)
+                        step_s = simulate(problem, plan).step_s
+                        if step_s < best_count_s:
+                            best_count, best_count_s = count, step_s
+                        if best is None or step_s < best[1] * (1 - WORTHWHILE_FRAC):
+                            best = (plan, step_s)
     return best
+
+
+def _variants(problem: PlacementProblem) -> list[_Layout]:
+    """What the family makes of units that are not resident: only what the runtime carries out."""
+    homes = ["stream", "stream_update"] if problem.capabilities.streamed_states else ["stream"]
+    boundaries = [False, True] if problem.capabilities.offloaded_boundaries else [False]
+    variants = [_Layout(home=home, boundaries_on_cpu=off) for home in homes for off in boundaries]
+    if problem.has_nvme:
+        # As many of the last units on NVMe as make the rest fit the host: forward needs them last.
+        for nvme_home in ("nvme_states", "nvme"):
+            count = _fewest_on_nvme(problem, nvme_home)
+            if count:
+                last = frozenset(range(len(problem.units) - count, len(problem.units)))
+                variants += [
+                    replace(variant, on_nvme=last, nvme_home=nvme_home)
+                    for variant in (_Layout(boundaries_on_cpu=off) for off in boundaries)
+                ]
+    return variants
+
+
+def _fewest_on_nvme(problem: PlacementProblem, nvme_home: str) -> int:
+    """How many units must rest on NVMe for the others to fit the host; 0: none, or it does not help."""
+    num_units = len(problem.units)
+    for count in range(num_units + 1):
+        last = frozenset(range(num_units - count, num_units))
+        need = account(problem, _plan(problem, _Layout(on_nvme=last, nvme_home=nvme_home))).need_bytes()
+        if need["cpu"] <= problem.cpu_budget_bytes and need.get("nvme", 0) <= problem.nvme_budget_bytes:
+            return count
+    return 0
 
 
 def _first(count: int) -> frozenset[int]:
@@ -104,61 +169,84 @@ def _spread(count: int, num_units: int) -> frozenset[int]:
     return frozenset(index * num_units // count for index in range(count)) if count else frozenset()
 
 
-def _plan(problem: PlacementProblem, *, stem_on_gpu: int, resident: frozenset[int]) -> PlacementPlan:
-    """`stem_on_gpu`: how many stem units have their states on the GPU: small tensors first, then the embedding."""
+def _plan(problem: PlacementProblem, layout: _Layout) -> PlacementPlan:
     priority = {UnitRole.REST: 0, UnitRole.EMBEDDING: 1, UnitRole.HEAD: 2, UnitRole.LAYER: 3}
     order = sorted(range(len(problem.stem)), key=lambda index: (priority[problem.stem[index].role], index))
-    on_gpu = frozenset(order[:stem_on_gpu])
-    stem_home = Tier.GPU if problem.has_gpu else Tier.CPU
+    on_gpu = frozenset(order[: layout.stem_on_gpu])
+
+    def unit(index: int, cost: UnitCost) -> UnitPlan:
+        home = "resident" if index in layout.resident else layout.home
+        if index in layout.on_nvme and home != "resident":
+            home = layout.nvme_home
+        if not allows_home(problem, cost, home):
+            home = "stream"  # frozen units have no states to place
+        boundary = Tier.CPU if layout.boundaries_on_cpu else Tier.GPU
+        return UnitPlan(name=cost.name, **HOMES[home], state_bits=problem.state_bits, boundary=boundary)
+
+    def stem_unit(index: int, cost: UnitCost) -> UnitPlan:
+        streams = layout.home == "stream_update" and cost.num_trainable > 0
+        home = "gpu" if index in on_gpu else "stream_update" if streams else "cpu"
+        fields = STEM_HOMES[home] if problem.has_gpu else HOMES["stream"]
+        return UnitPlan(name=cost.name, **fields, state_bits=problem.state_bits)
+
+    return empty_plan(
+        problem,
+        [unit(index, cost) for index, cost in enumerate(problem.units)],
+        [stem_unit(index, cost) for index, cost in enumerate(problem.stem)],
+    )
+
+
+def empty_plan(problem: PlacementProblem, units: Sequence[UnitPlan], stem: Sequence[UnitPlan]) -> PlacementPlan:
+    """A plan of these units with the problem's slots and sizes, without predictions."""
     return PlacementPlan(
-        units=tuple(
-            _unit(cost.name, problem, gpu_states=index in resident, weights=Tier.GPU if index in resident else Tier.CPU)
-            for index, cost in enumerate(problem.units)
-        ),
-        stem=tuple(
-            _unit(cost.name, problem, gpu_states=index in on_gpu, weights=stem_home)
-            for index, cost in enumerate(problem.stem)
-        ),
+        units=tuple(units),
+        stem=tuple(stem),
         weight_slots=problem.weight_slots,
         gradient_slots=problem.gradient_slots,
+        state_slots=problem.state_slots,
+        activation_slots=problem.activation_slots,
+        nvme_slots=problem.nvme_slots,
         fidelity=problem.fidelity,
         max_tokens=problem.max_tokens,
         digests=problem.digests,
     )
 
 
-def _unit(name: str, problem: PlacementProblem, *, gpu_states: bool, weights: Tier) -> UnitPlan:
-    return UnitPlan(
-        name=name,
-        weights=weights,
-        states=Tier.GPU if gpu_states else Tier.CPU,
-        updater=Updater.GPU if gpu_states else Updater.CPU,
-        state_bits=problem.state_bits,
-    )
+def _save_what_fits(problem: PlacementProblem, plan: PlacementPlan) -> PlacementPlan:
+    """Saves activations on the GPU, of as many units as fit, from the last on: backward frees those first, so that the
+    widest recompute of the others finds its memory again. Each strategy may come first; those that save less follow."""
+    strategies = [a for a in reversed(Activations) if a in problem.capabilities.strategies][:-1]
+    best, best_saved_s = plan, -1.0
+    for first in range(len(strategies)):
+        filled = plan
+        for activations in strategies[first:]:
+            filled = _saving(problem, filled, activations)
+        saved_s = sum(c.forward_s - c.recompute_s(unit.activations) for c, unit in zip(problem.units, filled.units))
+        if saved_s > best_saved_s:
+            best, best_saved_s = filled, saved_s
+    return best
 
 
-def _keep_what_fits(problem: PlacementProblem, plan: PlacementPlan) -> PlacementPlan:
-    """Keeps activations of as many units as fit, from the last on: backward frees those first, so that the widest
-    recompute of the others finds their memory again."""
-    low, high = 0, len(plan.units)
+def _saving(problem: PlacementProblem, plan: PlacementPlan, activations: Activations) -> PlacementPlan:
+    """The most of the last units without a strategy yet get this one."""
+    free = [
+        index
+        for index, (cost, unit) in enumerate(zip(problem.units, plan.units))
+        if unit.activations == Activations.RECOMPUTE and cost.can(activations)
+    ]
+
+    def with_last(count: int) -> PlacementPlan:
+        chosen = frozenset(free[len(free) - count :])
+        units = (
+            replace(unit, activations=activations) if index in chosen else unit for index, unit in enumerate(plan.units)
+        )
+        return replace(plan, units=tuple(units))
+
+    low, high = 0, len(free)
     while low < high:
         middle = (low + high + 1) // 2
-        if fits(problem, _keeping(plan, middle)):
-            low = middle
-        else:
-            high = middle - 1
-    return _keeping(plan, low)
-
-
-def _keeping(plan: PlacementPlan, count: int) -> PlacementPlan:
-    first = len(plan.units) - count
-    return replace(
-        plan,
-        units=tuple(
-            replace(unit, activations=Activations.KEEP if index >= first else Activations.RECOMPUTE)
-            for index, unit in enumerate(plan.units)
-        ),
-    )
+        low, high = (middle, high) if fits(problem, with_last(middle)) else (low, middle - 1)
+    return with_last(low)
 
 
 def explained(problem: PlacementProblem, plan: PlacementPlan, step_s: float) -> PlacementPlan:
@@ -172,85 +260,40 @@ def explained(problem: PlacementProblem, plan: PlacementPlan, step_s: float) -> 
     )
 
 
-def _with_reason(problem: PlacementProblem, cost, unit: UnitPlan) -> UnitPlan:
+def _with_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> UnitPlan:
+    rest = unit_bytes(cost, unit)
+    update_ms = 1e3 * cost.cpu_update_s
+    states = format_bytes(cost.state_bytes)
     if not problem.has_gpu:
         place = "no GPU: everything is in host memory"
+    elif unit.weights == Tier.CPU and unit.streams_states:
+        place = f"streamed, and so are its states: {update_ms:.0f} ms of CPU update spared for copies of {states}"
+    elif unit.weights == Tier.GPU and unit.streams_states:
+        place = f"weights on the GPU, states pass through it: {update_ms:.0f} ms of CPU update spared"
+    elif Tier.NVME in (unit.weights, unit.states):
+        place = f"{format_bytes(rest['nvme'])} rest on NVMe: host memory is worth more elsewhere"
     elif unit.weights == Tier.CPU:
         place = f"streamed: {format_bytes(cost.weight_bytes + cost.state_bytes)} of weights and states stay off the GPU"
     elif not cost.num_trainable:
         place = "frozen, on the GPU: no states"
     elif unit.updater == Updater.GPU:
-        gpu_bytes, _ = unit_bytes(cost, unit)
-        update_ms = 1e3 * cost.cpu_update_s
-        place = f"on the GPU ({format_bytes(gpu_bytes)}): spares its copies and {update_ms:.0f} ms of CPU update"
+        gpu_bytes = format_bytes(rest["gpu"] + cost.gradient_bytes)
+        place = f"on the GPU ({gpu_bytes}): spares its copies and {update_ms:.0f} ms of CPU update"
     else:
-        place = f"states on the CPU: {format_bytes(cost.state_bytes)} of GPU memory are worth more elsewhere"
-    if cost.kept_bytes and unit.activations == Activations.KEEP:
-        place += f"; keeps {format_bytes(cost.kept_bytes)} to save {1e3 * cost.forward_s:.0f} ms of recompute"
+        place = f"states on the CPU: {states} of GPU memory are worth more elsewhere"
+    return replace(unit, reason=place + _activation_reason(cost, unit))
+
+
+def _activation_reason(cost: UnitCost, unit: UnitPlan) -> str:
+    text = ""
+    saved_ms = 1e3 * (cost.forward_s - cost.recompute_s(unit.activations))
+    if cost.kept_bytes and unit.activations == Activations.RECOMPUTE:
+        text = f"; recomputes ({1e3 * cost.forward_s:.0f} ms) instead of keeping {format_bytes(cost.kept_bytes)}"
     elif cost.kept_bytes:
-        place += f"; recomputes ({1e3 * cost.forward_s:.0f} ms) instead of keeping {format_bytes(cost.kept_bytes)}"
-    return replace(unit, reason=place)
-
-
-def infeasible(problem: PlacementProblem, rebuild=None) -> InfeasiblePlanError:
-    """Says need and have per tier, for the placement that comes closest, and the nearest changes that fit."""
-    lean = leanest_plan(problem)
-    candidates = [lean]
-    if problem.has_gpu:
-        for count in range(1, len(problem.units) + 1):
-            candidates.append(_plan(problem, stem_on_gpu=len(problem.stem), resident=_first(count)))
-    have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes}
-
-    def missing(plan: PlacementPlan) -> int:
-        total = account(problem, plan).total_bytes()
-        return sum(max(0, total[tier] - have[tier]) for tier in have)
-
-    closest = min(candidates, key=missing)
-    need = account(problem, closest).total_bytes()
-    tiers = ("gpu", "cpu") if problem.has_gpu else ("cpu",)
-    figures = "; ".join(
-        f"{'GPU' if tier == 'gpu' else 'host'} memory: need {format_bytes(need[tier])}, have {format_bytes(have[tier])}"
-        + (f" (short {format_bytes(need[tier] - have[tier])})" if need[tier] > have[tier] else "")
-        for tier in tiers
-    )
-    remedies = _remedies(problem, need, have, rebuild)
-    return InfeasiblePlanError(
-        f"no placement fits {problem.max_tokens} tokens per micro-batch with {problem.state_bits}-bit optimizer "
-        f"states. {figures}. Nearest remedies: {'; '.join(remedies)}."
-    )
-
-
-def _remedies(problem: PlacementProblem, need: dict[str, int], have: dict[str, int], rebuild) -> list[str]:
-    remedies: list[str] = []
-    if rebuild is not None:
-        for state_bits, tokens_text in ((problem.state_bits, "a"), (8, "8-bit states and a")):
-            if state_bits == 8 and problem.state_bits == 32 and feasible(rebuild(state_bits=8)):
-                remedies.append('8-bit optimizer states ("fidelity": "balanced")')
-                break
-            tokens = problem.max_tokens // 2
-            while tokens >= 64 and not feasible(rebuild(max_tokens=tokens, state_bits=state_bits)):
-                tokens //= 2
-            if tokens >= 64:
-                remedies.append(f"{tokens_text} micro-batch of {tokens} tokens, with more gradient accumulation")
-    for tier, name in (("gpu", "GPU"), ("cpu", "host")):
-        short = need[tier] - have[tier]
-        if short > 0:
-            remedies.append(f"{format_bytes(short)} more {name} memory")
-    return remedies
-
-
-def feasible(problem: PlacementProblem) -> bool:
-    """Whether any placement of the family fits."""
-    if fits(problem, leanest_plan(problem)):
-        return True
-    counts: Sequence[int] = range(1, len(problem.units) + 1) if problem.has_gpu else ()
-    return any(
-        fits(problem, _plan(problem, stem_on_gpu=stem, resident=_first(count)))
-        for count in counts
-        for stem in range(len(problem.stem) + 1)
-    )
-
-
-def rebuilder(model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> Callable[..., PlacementProblem]:
-    """Makes the same problem with some fields of the request changed."""
-    return lambda **changes: build_problem(model, hardware, replace(request, **changes))
+        verb = "keeps" if unit.activations == Activations.KEEP else f"keeps {unit.activations.value}:"
+        where = " in host memory" if unit.saved != Tier.GPU else ""
+        saved_bytes = format_bytes(cost.saved_bytes(unit.activations))
+        text = f"; {verb} {saved_bytes}{where} to save {saved_ms:.0f} ms of recompute"
+    if unit.boundary != Tier.GPU:
+        text += f"; its input ({format_bytes(cost.boundary_bytes)}) waits in host memory"
+    return text

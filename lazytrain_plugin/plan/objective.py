@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import highspy
 
-from lazytrain_plugin.plan.problem import MIB_PER_BYTE, PlacementProblem
-from lazytrain_plugin.plan.variables import Variables
+from lazytrain_plugin.plan.capacity import offloaded_mib, saved_mib
+from lazytrain_plugin.plan.problem import PlacementProblem, mib
+from lazytrain_plugin.plan.variables import Expression, Variables
+from lazytrain_plugin.vocab import Tier
 
 TIE_MS_PER_MIB = 1e-5
 """Price of a byte: 100 GiB weigh as much as 1 ms, far below what a step can be told apart by."""
+NVME_WEAR = 10
+"""A byte on NVMe counts as this many: it is written in every step, and wears the disk."""
 
 
 def set_objective(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
-    """min step + epsilon (bytes on the GPU that are not needed + bytes that cross the links) (Eq. 16)."""
-    held = sum(cost.kept_bytes * MIB_PER_BYTE * v.keep[u] for u, cost in enumerate(problem.units)) + sum(
-        (cost.weight_bytes + cost.state_bytes) * MIB_PER_BYTE * v.resident[u] for u, cost in enumerate(problem.units)
-    )
-    stem = sum(cost.state_bytes * MIB_PER_BYTE * v.stem_on_gpu[s] for s, cost in enumerate(problem.stem))
-    moved = sum(
-        (2 * cost.weight_bytes * v.stream[u] + cost.weight_bytes * v.mirror[u]) * MIB_PER_BYTE
-        for u, cost in enumerate(problem.units)
-    )
+    """min step + epsilon (bytes on the GPU that are not needed + bytes that cross the links + NVMe wear) (Eq. 21)."""
+    held: Expression = 0
+    moved: Expression = 0
+    for u, cost in enumerate(problem.units):
+        weights, states = mib(cost.weight_bytes), mib(cost.rest_state_bytes)
+        held = held + saved_mib(cost, v, u, Tier.GPU)
+        held = held + (weights + mib(cost.state_bytes)) * v.homes["resident"][u]
+        moved = moved + 2 * weights * v.streamed(u) + weights * v.homes["mirror"][u]
+        moved = moved + 2 * states * v.streams_states(u) + 2 * offloaded_mib(cost, v, u)
+        moved = moved + NVME_WEAR * states * v.on_nvme(u) + NVME_WEAR * weights * v.homes["nvme"][u]
+    for s, cost in enumerate(problem.stem):
+        held = held + mib(cost.state_bytes) * v.stem_on_gpu[s]
+        moved = moved + 2 * mib(cost.rest_state_bytes) * v.stem_streams[s]
     # `minimize` would solve at once.
-    model.setObjective(v.step_ms + TIE_MS_PER_MIB * (held + stem + moved), highspy.ObjSense.kMinimize)
+    model.setObjective(v.step_ms + TIE_MS_PER_MIB * (held + moved), highspy.ObjSense.kMinimize)

@@ -6,18 +6,15 @@ of the same step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile, UnitProfile, UnitRole
 from lazytrain_plugin.units import GIB, MIB
-from lazytrain_plugin.vocab import Fidelity
-
-# The program is scaled to coefficients around 1..10^4: MiB and milliseconds. Nothing else is.
-MIB_PER_BYTE = 1 / MIB
-MS_PER_S = 1e3
+from lazytrain_plugin.vocab import Activations, Fidelity
 
 GPU_RESERVE_BYTES = GIB
 """CUDA context, library workspaces, the allocator's small blocks."""
@@ -25,8 +22,34 @@ HOST_RESERVE_GPU_BYTES = 3 * GIB
 """Interpreter, torch and its CUDA libraries in host memory."""
 HOST_RESERVE_CPU_BYTES = GIB
 """Interpreter and torch without CUDA."""
-FRAGMENTATION_FRAC = 0.06
-"""Head-room on memory that comes and goes (activations, workspace, logits); flats and states are exact."""
+FRAGMENTATION_FRAC = 0.15
+"""Head-room on memory that comes and goes (activations, workspace, gradients, logits): what the allocator reserves
+beyond what is allocated. Measured: 15 to 18 % at 7B, the part above 15 % within `GPU_RESERVE_BYTES`. Flats and states
+are exact."""
+STEM_STAGING_BYTES = 256 * MIB
+"""A stem unit's states pass the GPU in chunks of at most this."""
+
+
+# The program is scaled to coefficients around 1..10^4: MiB and milliseconds. Nothing else is.
+
+
+def mib(num_bytes: float) -> float:
+    """Bytes in the program's unit."""
+    return num_bytes / MIB
+
+
+def ms(seconds: float) -> float:
+    """Seconds in the program's unit."""
+    return seconds * 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyCost:
+    """One way of saving activations between nothing and everything."""
+
+    saved_bytes: int
+    recompute_frac: float
+    """Share of the forward that runs again in backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +79,46 @@ class UnitCost:
     gpu_update_s: float = 0.0
     accumulate_s: float = 0.0
     """Host time to add one micro-batch's gradients; 0 without accumulation."""
+    strategies: Mapping[Activations, StrategyCost] = field(default_factory=dict)
+    """Beside RECOMPUTE and KEEP."""
 
     @property
     def state_bytes(self) -> int:
         """Remainder, moments, gradients and accumulators: what rests at the updater's side beside the weights."""
-        return self.remainder_bytes + self.moment_bytes + self.gradient_bytes + self.accumulator_bytes
+        return self.rest_state_bytes + self.gradient_bytes + self.accumulator_bytes
+
+    @property
+    def rest_state_bytes(self) -> int:
+        """Remainder and moments: what an update reads and writes beside the weights."""
+        return self.remainder_bytes + self.moment_bytes
+
+    @property
+    def streamed_in_bytes(self) -> int:
+        """What crosses to the GPU for a streamed update, beside the weights: states and the gradient (or its sum)."""
+        return self.rest_state_bytes + (self.accumulator_bytes or self.gradient_bytes)
+
+    @property
+    def streamed_out_bytes(self) -> int:
+        """What comes back from a streamed update beside the weights, which return where they rest on the host."""
+        return self.rest_state_bytes
+
+    def saved_bytes(self, activations: Activations) -> int:
+        """What a strategy saves beside the input."""
+        if activations == Activations.RECOMPUTE:
+            return 0
+        return self.kept_bytes if activations == Activations.KEEP else self.strategies[activations].saved_bytes
+
+    def recompute_s(self, activations: Activations) -> float:
+        """What a strategy computes again in backward."""
+        if activations == Activations.RECOMPUTE:
+            return self.forward_s
+        return 0.0 if activations == Activations.KEEP else self.strategies[activations].recompute_frac * self.forward_s
+
+    def can(self, activations: Activations) -> bool:
+        """Whether the unit's profile knows the strategy, and it saves anything."""
+        if activations == Activations.KEEP:
+            return self.kept_bytes > 0
+        return activations == Activations.RECOMPUTE or activations in self.strategies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +131,56 @@ class PlacementProblem:
     """False: the CPU computes, and everything counts against host memory."""
     gpu_budget_bytes: int
     cpu_budget_bytes: int
+    nvme_budget_bytes: int
+    """0: nothing rests on NVMe."""
     gpu_reserve_bytes: int
     cpu_reserve_bytes: int
     loss_bytes: int
     """Logits and their gradients at the fullest moment of the loss."""
+    evaluation_bytes: int
+    """Whole logits of an evaluation batch; 0: none is planned for."""
+    save_bytes: int
+    """Host memory that writing a checkpoint takes beside everything at rest."""
+    tied: bool
+    """The head is the embedding: its gradient from the loss waits for the embedding's."""
     max_tokens: int
     accumulation_steps: int
     state_bits: int
     fidelity: Fidelity
     weight_slots: int
     gradient_slots: int
+    state_slots: int
+    activation_slots: int
+    nvme_slots: int
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    nvme_read_bytes_per_s: float
+    nvme_write_bytes_per_s: float
+    nvme_write_bytes_per_day: float | None
+    capabilities: Capabilities
     digests: dict[str, str]
 
     @property
     def has_accumulation(self) -> bool:
         return self.accumulation_steps > 1
+
+    @property
+    def has_nvme(self) -> bool:
+        return self.capabilities.nvme and self.nvme_budget_bytes > 0
+
+    def h2d_s(self, num_bytes: float) -> float:
+        """One copy to the GPU at the shared rate; 0 without a GPU."""
+        return num_bytes / self.h2d_bytes_per_s if self.has_gpu else 0.0
+
+    def d2h_s(self, num_bytes: float) -> float:
+        return num_bytes / self.d2h_bytes_per_s if self.has_gpu else 0.0
+
+    def nvme_read_s(self, num_bytes: float) -> float:
+        """0 without NVMe."""
+        return num_bytes / self.nvme_read_bytes_per_s if self.nvme_read_bytes_per_s else 0.0
+
+    def nvme_write_s(self, num_bytes: float) -> float:
+        return num_bytes / self.nvme_write_bytes_per_s if self.nvme_write_bytes_per_s else 0.0
 
 
 def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> PlacementProblem:
@@ -110,15 +203,42 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         cpu_budget_bytes=request.cpu_budget_bytes or hardware.cpu_free_bytes,
         gpu_reserve_bytes=GPU_RESERVE_BYTES if hardware.has_gpu else 0,
         cpu_reserve_bytes=HOST_RESERVE_GPU_BYTES if hardware.has_gpu else HOST_RESERVE_CPU_BYTES,
+        nvme_budget_bytes=_nvme_budget_bytes(hardware, request),
         loss_bytes=model.loss_bytes(request.max_tokens),
+        evaluation_bytes=model.evaluation_bytes(request.evaluation_tokens) if request.evaluation_tokens else 0,
+        save_bytes=_save_bytes(model, request.state_bits),
+        tied=model.tied,
         max_tokens=request.max_tokens,
         accumulation_steps=request.accumulation_steps,
         state_bits=request.state_bits,
         fidelity=request.fidelity,
         weight_slots=request.weight_slots,
         gradient_slots=request.gradient_slots,
+        state_slots=request.state_slots,
+        activation_slots=request.activation_slots,
+        nvme_slots=request.nvme_slots,
+        h2d_bytes_per_s=hardware.h2d_shared_bytes_per_s,
+        d2h_bytes_per_s=hardware.d2h_shared_bytes_per_s,
+        nvme_read_bytes_per_s=hardware.nvme_read_bytes_per_s,
+        nvme_write_bytes_per_s=hardware.nvme_write_bytes_per_s,
+        nvme_write_bytes_per_day=request.nvme_write_bytes_per_day,
+        capabilities=request.capabilities,
         digests={"hardware": hardware.digest, "model": model.digest},
     )
+
+
+def _nvme_budget_bytes(hardware: HardwareProfile, request: PlanRequest) -> int:
+    """0 where there is no disk, or no measured rate for it."""
+    if not hardware.nvme_bytes or not hardware.nvme_read_bytes_per_s or not hardware.nvme_write_bytes_per_s:
+        return 0
+    return hardware.nvme_bytes if request.nvme_budget_bytes is None else request.nvme_budget_bytes
+
+
+def _save_bytes(model: ModelProfile, state_bits: int) -> int:
+    """A checkpoint is written tensor by tensor: the largest one's fp32 master, or both its moments where those must be
+    decoded."""
+    numels = [tensor.numel for unit in (*model.units, *model.stem) for tensor in unit.tensors if tensor.trainable]
+    return (4 if state_bits == 32 else 8) * max(numels, default=0)
 
 
 def _unit_cost(
@@ -154,4 +274,11 @@ def _unit_cost(
         accumulate_s=(unit.gradient_bytes + 8 * unit.state_numel) / hardware.host_memory_bytes_per_s
         if accumulates
         else 0.0,
+        strategies={
+            strategy.activations: StrategyCost(
+                saved_bytes=strategy.saved_bytes_per_token * tokens, recompute_frac=strategy.recompute_frac
+            )
+            for strategy in unit.strategies
+            if strategy.activations not in (Activations.RECOMPUTE, Activations.KEEP)
+        },
     )

@@ -8,18 +8,19 @@ from itertools import groupby
 
 import highspy
 
-from lazytrain_plugin.errors import InfeasiblePlanError
-from lazytrain_plugin.plan import constraints, variables
+from lazytrain_plugin.plan import capacity, timing_backward, timing_forward, variables
 from lazytrain_plugin.plan.accounting import account
-from lazytrain_plugin.plan.greedy import explained, fits, infeasible, plan_greedily, rebuilder
+from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, home_of
+from lazytrain_plugin.plan.greedy import empty_plan, explained, fits, plan_greedily
 from lazytrain_plugin.plan.objective import set_objective
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
+from lazytrain_plugin.plan.refusal import infeasible, rebuilder
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
-from lazytrain_plugin.vocab import Activations, Tier, Updater
+from lazytrain_plugin.vocab import Activations, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,11 @@ def solve_problem(
 ) -> PlacementPlan:
     """As `solve_plan`, from a problem."""
     if not problem.units:
-        return explained(problem, *_fastest(problem, [plan_greedily(problem, rebuild)]))  # nothing streams
-    greedy = _greedy_or_none(problem)
+        greedy = plan_greedily(problem)
+        if greedy is None:
+            raise infeasible(problem, rebuild)
+        return greedy  # nothing streams
+    greedy = plan_greedily(problem)
     outcome = run_highs(problem, start=greedy, time_limit_s=time_limit_s, gap_frac=gap_frac)
     if outcome.plan is None and greedy is None:
         # Fewer slots are the last memory to be had.
@@ -107,23 +111,28 @@ def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.V
     variables.define_homes(model, problem, v)
     variables.define_activations(model, problem, v)
     variables.define_stem_states(model, problem, v)
-    variables.define_slot_sizes(model, v)
+    variables.define_slot_sizes(model, problem, v)
     variables.define_times(model, problem, v)
-    constraints.add_one_home(model, problem, v)
-    constraints.add_slot_sizes(model, problem, v)
-    constraints.add_host_capacity(model, problem, v)
-    constraints.add_loss_capacity(model, problem, v)
-    constraints.add_backward_capacity(model, problem, v)
-    constraints.add_updates(model, problem, v)
-    constraints.add_forward_weights(model, problem, v)
-    constraints.add_forward(model, problem, v)
-    constraints.add_backward_weights(model, problem, v)
-    constraints.add_backward(model, problem, v)
-    constraints.add_gradients(model, problem, v)
-    constraints.add_accumulation(model, problem, v)
-    constraints.add_repeated_forward(model, problem, v)
-    constraints.add_step_time(model, problem, v)
-    constraints.add_keep_order(model, problem, v)
+    capacity.add_one_home(model, problem, v)
+    capacity.add_one_strategy(model, problem, v)
+    capacity.add_saving_order(model, problem, v)
+    capacity.add_slot_sizes(model, problem, v)
+    capacity.add_host_capacity(model, problem, v)
+    capacity.add_nvme_capacity(model, problem, v)
+    capacity.add_loss_capacity(model, problem, v)
+    capacity.add_backward_capacity(model, problem, v)
+    capacity.add_evaluation_capacity(model, problem, v)
+    timing_forward.add_updates(model, problem, v)
+    timing_forward.add_disk(model, problem, v)
+    timing_forward.add_forward_weights(model, problem, v)
+    timing_forward.add_forward(model, problem, v)
+    timing_forward.add_forward_returns(model, problem, v)
+    timing_backward.add_backward_weights(model, problem, v)
+    timing_backward.add_backward(model, problem, v)
+    timing_backward.add_gradients(model, problem, v)
+    timing_backward.add_accumulation(model, problem, v)
+    timing_backward.add_repeated_forward(model, problem, v)
+    timing_backward.add_step_time(model, problem, v)
     set_objective(model, problem, v)
     return model, v
 
@@ -166,56 +175,45 @@ def run_highs(
 
 def _set_start(model: highspy.Highs, v: variables.Variables, plan: PlacementPlan) -> None:
     """Gives HiGHS the binaries of a placement; it completes the times itself."""
-    start: dict[int, float] = {}
+    chosen: list[tuple[variables.Column, bool]] = []
     for u, unit in enumerate(plan.units):
-        start[v.stream[u].index] = unit.weights == Tier.CPU
-        start[v.resident[u].index] = unit.weights == Tier.GPU and unit.updater == Updater.GPU
-        start[v.mirror[u].index] = unit.weights == Tier.GPU and unit.updater == Updater.CPU
-        start[v.keep[u].index] = unit.activations == Activations.KEEP
+        home = home_of(unit)
+        chosen += [(columns[u], name == home) for name, columns in v.homes.items()]
+        chosen += [(column, key == (unit.activations, unit.saved)) for key, column in v.saved[u].items()]
+        chosen.append((v.boundary_on_cpu[u], unit.boundary == Tier.CPU))
     for s, unit in enumerate(plan.stem):
-        start[v.stem_on_gpu[s].index] = unit.updater == Updater.GPU
+        chosen += [(v.stem_on_gpu[s], unit.states == Tier.GPU), (v.stem_streams[s], unit.streams_states)]
+    start = {column.index: float(value) for column, value in chosen if not isinstance(column, int)}
     indices = sorted(start)
-    model.setSolution(len(indices), indices, [float(start[index]) for index in indices])
+    model.setSolution(len(indices), indices, [start[index] for index in indices])
 
 
 def _read_plan(problem: PlacementProblem, v: variables.Variables, values: list[float]) -> PlacementPlan:
-    def chosen(column) -> bool:
-        return values[column.index] > 0.5
+    def chosen(column: variables.Column) -> bool:
+        return not isinstance(column, int) and values[column.index] > 0.5
 
     units = []
     for u, cost in enumerate(problem.units):
-        on_gpu = chosen(v.resident[u])
+        home = next(name for name, columns in v.homes.items() if chosen(columns[u]))
+        activations, saved = next(
+            (key for key, column in v.saved[u].items() if chosen(column)), (Activations.RECOMPUTE, Tier.GPU)
+        )
         units.append(
             UnitPlan(
                 name=cost.name,
-                weights=Tier.CPU if chosen(v.stream[u]) else Tier.GPU,
-                states=Tier.GPU if on_gpu else Tier.CPU,
-                updater=Updater.GPU if on_gpu else Updater.CPU,
+                **HOMES[home],
                 state_bits=problem.state_bits,
-                activations=Activations.KEEP if chosen(v.keep[u]) else Activations.RECOMPUTE,
+                activations=activations,
+                saved=saved,
+                boundary=Tier.CPU if chosen(v.boundary_on_cpu[u]) else Tier.GPU,
             )
         )
     stem = []
     for s, cost in enumerate(problem.stem):
-        on_gpu = chosen(v.stem_on_gpu[s])
-        stem.append(
-            UnitPlan(
-                name=cost.name,
-                weights=Tier.GPU if problem.has_gpu else Tier.CPU,
-                states=Tier.GPU if on_gpu else Tier.CPU,
-                updater=Updater.GPU if on_gpu else Updater.CPU,
-                state_bits=problem.state_bits,
-            )
-        )
-    return PlacementPlan(
-        units=tuple(units),
-        stem=tuple(stem),
-        weight_slots=problem.weight_slots,
-        gradient_slots=problem.gradient_slots,
-        fidelity=problem.fidelity,
-        max_tokens=problem.max_tokens,
-        digests=problem.digests,
-    )
+        home = "gpu" if chosen(v.stem_on_gpu[s]) else "stream_update" if chosen(v.stem_streams[s]) else "cpu"
+        fields = STEM_HOMES[home] if problem.has_gpu else HOMES["stream"]
+        stem.append(UnitPlan(name=cost.name, **fields, state_bits=problem.state_bits))
+    return empty_plan(problem, units, stem)
 
 
 def _with_best_rings(problem: PlacementProblem, plan: PlacementPlan, step_s: float) -> tuple[PlacementPlan, float]:
@@ -249,11 +247,9 @@ def _fastest(problem: PlacementProblem, plans: list[PlacementPlan]) -> tuple[Pla
 
 def _num_runs(plan: PlacementPlan) -> int:
     """Runs of neighbours with equal decisions."""
-    return sum(1 for _ in groupby(plan.units, key=lambda unit: (unit.weights, unit.updater, unit.activations)))
+    return sum(1 for _ in groupby(plan.units, key=decisions))
 
 
-def _greedy_or_none(problem: PlacementProblem) -> PlacementPlan | None:
-    try:
-        return plan_greedily(problem)
-    except InfeasiblePlanError:
-        return None
+def decisions(unit: UnitPlan) -> tuple:
+    """All that sets a unit's placement apart from its neighbour's."""
+    return (unit.weights, unit.states, unit.updater, unit.activations, unit.saved, unit.boundary)

@@ -7,32 +7,42 @@ from typing import Any
 
 import highspy
 
+from lazytrain_plugin.plan.choices import HOMES, allows_home, offloads_boundaries, saving_choices
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem
+from lazytrain_plugin.vocab import Activations, Tier
 
 Column = Any
-"""highspy's variable object."""
+"""highspy's variable object, or the number 0 where a choice is not allowed."""
+Expression = Any
 
 
 @dataclass(slots=True)
 class Variables:
-    """All columns. Lists are indexed by unit in forward order, or by stem unit."""
+    """All columns. Lists are indexed by unit in forward order, or by stem unit; empty where a family is not used."""
 
-    stream: list[Column] = field(default_factory=list)
-    resident: list[Column] = field(default_factory=list)
-    mirror: list[Column] = field(default_factory=list)
-    keep: list[Column] = field(default_factory=list)
+    homes: dict[str, list[Column]] = field(default_factory=dict)
+    saved: list[dict[tuple[Activations, Tier], Column]] = field(default_factory=list)
+    boundary_on_cpu: list[Column] = field(default_factory=list)
     stem_on_gpu: list[Column] = field(default_factory=list)
+    stem_streams: list[Column] = field(default_factory=list)
     weight_slot_mib: Column = None
     gradient_slot_mib: Column = None
+    state_slot_mib: Column = 0
+    activation_slot_mib: Column = 0
+    nvme_slot_mib: Column = 0
 
     updated_ms: list[Column] = field(default_factory=list)
     stem_updated_ms: list[Column] = field(default_factory=list)
     forward_weights_ms: list[Column] = field(default_factory=list)
     stem_weights_ms: list[Column] = field(default_factory=list)
     forward_ms: list[Column] = field(default_factory=list)
+    states_back_ms: list[Column] = field(default_factory=list)
+    left_ms: list[Column] = field(default_factory=list)
+    """Activations of a unit's forward have left the GPU."""
     loss_ms: Column = None
     backward_weights_ms: list[Column] = field(default_factory=list)
+    returned_ms: list[Column] = field(default_factory=list)
     backward_ms: list[Column] = field(default_factory=list)
     gradients_sent_ms: list[Column] = field(default_factory=list)
     stem_sent_ms: list[Column] = field(default_factory=list)
@@ -41,44 +51,96 @@ class Variables:
     repeat_weights_ms: list[Column] = field(default_factory=list)
     repeat_ms: list[Column] = field(default_factory=list)
     """Forwards of the micro-batches after the first; empty without accumulation."""
+    repeat_left_ms: list[Column] = field(default_factory=list)
+    disk_read_ms: list[Column] = field(default_factory=list)
+    disk_written_ms: list[Column] = field(default_factory=list)
+    disk_backward_ms: list[Column] = field(default_factory=list)
+    disk_repeat_ms: list[Column] = field(default_factory=list)
     step_ms: Column = None
 
+    # Sums of choices that the equations use.
 
-def define_homes(model: highspy.Highs, problem: PlacementProblem, variables: Variables) -> None:
-    """stream(u), resident(u), mirror(u) in {0, 1} (V1).
+    def streamed(self, u: int) -> Expression:
+        """1 when the weights of unit u rest off the GPU."""
+        return self.homes["stream"][u] + self.homes["stream_update"][u] + self.on_nvme(u)
 
-    Weights and states on the CPU; both on the GPU; weights on the GPU with states and a mirror on the CPU. NVMe homes
-    and other bits are further members of this family.
+    def on_nvme(self, u: int) -> Expression:
+        """1 when the states of unit u rest on NVMe."""
+        return self.homes["nvme_states"][u] + self.homes["nvme"][u]
+
+    def on_worker(self, u: int) -> Expression:
+        """1 when the CPU updates unit u."""
+        return self.homes["stream"][u] + self.homes["mirror"][u] + self.on_nvme(u)
+
+    def streams_states(self, u: int) -> Expression:
+        """1 when the states of unit u pass the GPU for their update."""
+        return self.homes["stream_update"][u] + self.homes["mirror_update"][u]
+
+    def sends(self, u: int) -> Expression:
+        """1 when the gradients of unit u leave the GPU."""
+        return self.on_worker(u) + self.streams_states(u)
+
+    def stem_on_worker(self, s: int) -> Expression:
+        return 1 - self.stem_on_gpu[s] - self.stem_streams[s]
+
+
+def define_homes(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """stream(u), resident(u), mirror(u), ... in {0, 1}, one for each member of `HOMES` (V1)."""
+    for home in HOMES:
+        v.homes[home] = [
+            _binary(model, name(home, index)) if allows_home(problem, cost, home) else 0
+            for index, cost in enumerate(problem.units)
+        ]
+
+
+def define_activations(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """keep(u), matmuls(u), attention(u) in {0, 1}, each also with saved tensors on the CPU; none: recompute (V2).
+
+    boundary_on_cpu(u) in {0, 1}: the unit's input leaves the GPU between forward and backward.
     """
     for index, cost in enumerate(problem.units):
-        variables.stream.append(_binary(model, name("stream", index)))
-        variables.resident.append(_binary(model, name("resident", index), allowed=problem.has_gpu))
-        variables.mirror.append(
-            _binary(model, name("mirror", index), allowed=problem.has_gpu and cost.num_trainable > 0)
+        v.saved.append(
+            {
+                (activations, tier): _binary(
+                    model, name(activations if tier == Tier.GPU else f"{activations}_{tier}", index)
+                )
+                for activations, tier in saving_choices(problem, cost)
+            }
+        )
+    v.boundary_on_cpu = [
+        _binary(model, name("boundary_cpu", index)) if offloads_boundaries(problem) else 0
+        for index in range(len(problem.units))
+    ]
+
+
+def define_stem_states(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """stem_on_gpu(s), stem_stream_update(s) in {0, 1} (V3): states and updater of a stem unit."""
+    streams = problem.has_gpu and problem.capabilities.streamed_states
+    for cost in problem.stem:
+        v.stem_on_gpu.append(_binary(model, name("stem_on_gpu", cost.name), allowed=problem.has_gpu))
+        v.stem_streams.append(
+            _binary(model, name("stem_stream_update", cost.name)) if streams and cost.num_trainable else 0
         )
 
 
-def define_activations(model: highspy.Highs, problem: PlacementProblem, variables: Variables) -> None:
-    """keep(u) in {0, 1} (V2): 1 keeps all saved tensors, 0 recomputes. Strategies in between are further members."""
-    variables.keep = [
-        _binary(model, name("keep", index), allowed=cost.kept_bytes > 0) for index, cost in enumerate(problem.units)
-    ]
+def define_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """weight_slot_mib, gradient_slot_mib, ... >= 0 (V4): sizes of one staging buffer."""
+    v.weight_slot_mib = _positive(model, "weight_slot_mib")
+    v.gradient_slot_mib = _positive(model, "gradient_slot_mib")
+    if problem.has_gpu and problem.capabilities.streamed_states:
+        v.state_slot_mib = _positive(model, "state_slot_mib")
+    if offloads_anything(problem):
+        v.activation_slot_mib = _positive(model, "activation_slot_mib")
+    if problem.has_gpu and problem.has_nvme:
+        v.nvme_slot_mib = _positive(model, "nvme_slot_mib")
 
 
-def define_stem_states(model: highspy.Highs, problem: PlacementProblem, variables: Variables) -> None:
-    """stem_on_gpu(s) in {0, 1} (V3): states and updater of a stem unit."""
-    variables.stem_on_gpu = [
-        _binary(model, name("stem_on_gpu", cost.name), allowed=problem.has_gpu) for cost in problem.stem
-    ]
+def offloads_anything(problem: PlacementProblem) -> bool:
+    """Whether activations of any kind may leave the GPU."""
+    return problem.has_gpu and (problem.capabilities.offloaded_boundaries or problem.capabilities.offloaded_saved)
 
 
-def define_slot_sizes(model: highspy.Highs, variables: Variables) -> None:
-    """weight_slot_mib, gradient_slot_mib >= 0 (V4): sizes of one staging buffer."""
-    variables.weight_slot_mib = _positive(model, "weight_slot_mib")
-    variables.gradient_slot_mib = _positive(model, "gradient_slot_mib")
-
-
-def define_times(model: highspy.Highs, problem: PlacementProblem, variables: Variables) -> None:
+def define_times(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """Finish times in ms (V5), on each resource in program order.
 
     Forward times count from `step()`, backward times from the end of the loss.
@@ -93,6 +155,8 @@ def define_times(model: highspy.Highs, problem: PlacementProblem, variables: Var
         "gradients_sent_ms": "sent",
     }
     per_stem = {"stem_updated_ms": "updated", "stem_weights_ms": "published", "stem_sent_ms": "sent"}
+    leaves, streams = offloads_anything(problem), problem.has_gpu and problem.capabilities.streamed_states
+    disk = problem.has_gpu and problem.has_nvme
     if problem.has_accumulation:
         per_unit |= {
             "accumulated_ms": "accumulated",
@@ -100,12 +164,24 @@ def define_times(model: highspy.Highs, problem: PlacementProblem, variables: Var
             "repeat_ms": "repeat",
         }
         per_stem |= {"stem_accumulated_ms": "accumulated"}
+        per_unit |= {"repeat_left_ms": "repeat_left"} if leaves else {}
+        per_unit |= {"disk_repeat_ms": "disk_repeat"} if disk else {}
+    if leaves or streams:
+        per_unit |= {"states_back_ms": "states_back", "left_ms": "left"}
+    if leaves:
+        per_unit |= {"returned_ms": "returned"}
+    if disk:
+        per_unit |= {
+            "disk_read_ms": "disk_read",
+            "disk_written_ms": "disk_written",
+            "disk_backward_ms": "disk_backward",
+        }
     for attribute, kind in per_unit.items():
-        setattr(variables, attribute, [_positive(model, name(kind, index)) for index in units])
+        setattr(v, attribute, [_positive(model, name(kind, index)) for index in units])
     for attribute, kind in per_stem.items():
-        setattr(variables, attribute, [_positive(model, name(kind, stem_name)) for stem_name in stem])
-    variables.loss_ms = _positive(model, "loss")
-    variables.step_ms = _positive(model, "step")
+        setattr(v, attribute, [_positive(model, name(kind, stem_name)) for stem_name in stem])
+    v.loss_ms = _positive(model, "loss")
+    v.step_ms = _positive(model, "step")
 
 
 def _binary(model: highspy.Highs, column: str, *, allowed: bool = True) -> Column:

@@ -211,9 +211,9 @@ class _Recorder:
     def finish(self, *, eager: bool) -> dict[str, _Probe]:
         for name, probe in self.probes.items():
             # Backward is fullest in the MLP: all saved tensors plus the gradients of its widest intermediates (three
-            # of them in eager SwiGLU, fewer in the fused kernel, which writes in place), and the unit's input and
-            # output gradients.
-            transient = (3 if eager else 2) * self._largest[name] + 2 * probe.boundary_bytes
+            # of them in eager SwiGLU, one with the fused kernel, which writes over what it saved), and the unit's input
+            # and output gradients. Measured on an H200 at 7B: 6.2 to 6.3 GiB against 6.2 by this rule.
+            transient = (3 if eager else 1) * self._largest[name] + 2 * probe.boundary_bytes
             probe.workspace_bytes = -(-(probe.kept_bytes + transient) // PROBE_TOKENS)
             probe.kept_bytes = -(-probe.kept_bytes // PROBE_TOKENS)
             probe.boundary_bytes = -(-probe.boundary_bytes // PROBE_TOKENS)

@@ -171,23 +171,31 @@ class ModelProfile:
         return sum(unit.num_trainable for unit in (*self.units, *self.stem))
 
     def loss_bytes(self, tokens: int) -> int:
-        """Logits, their gradient, the head's fp32 gradient and the hidden state's gradient.
+        """What the loss holds at its fullest: logits, gradients, and the hidden state around the final norm.
 
-        The chunked loss holds bf16 logits, an fp32 copy and the gradient in place of the bf16 ones, for one chunk, and
-        accumulates the head's gradient in fp32 over chunks.
+        The chunked loss sums the head's gradient in fp32 over chunks, beside one chunk of logits whose gradient is
+        written in their place; then, without logits, it rounds that sum to the model's dtype.
         """
         if not self.vocab_size:
             return 0
-        rows = min(tokens, LOSS_CHUNK_TOKENS) if self.chunked_loss else tokens
-        # One copy in the model's dtype, one in fp32, and the fp32 softmax that backward needs.
-        logits = rows * self.vocab_size * (self.activation_bytes + 8)
+        element = self.activation_bytes
+        # The last layer's output, the norm's output, and the gradient of it.
+        hidden = 3 * tokens * self.hidden_size * element
+        if not self.chunked_loss:
+            # One copy in the model's dtype, one in fp32, and the fp32 softmax that backward needs.
+            return hidden + tokens * self.vocab_size * (element + 8)
+        logits = min(tokens, LOSS_CHUNK_TOKENS) * self.vocab_size * element
         head_trainable = any(
             unit.num_trainable
             for unit in self.stem
             if unit.role == UnitRole.HEAD or (self.tied and unit.role == UnitRole.EMBEDDING)
         )
-        head_gradient = 4 * self.vocab_size * self.hidden_size if self.chunked_loss and head_trainable else 0
-        return logits + head_gradient + tokens * self.hidden_size * self.activation_bytes
+        head_numel = self.vocab_size * self.hidden_size if head_trainable else 0
+        return hidden + max(logits + 4 * head_numel, (4 + element) * head_numel)
+
+    def evaluation_bytes(self, tokens: int) -> int:
+        """An evaluation batch: whole logits in the model's dtype and in fp32, and a layer's input and output."""
+        return tokens * (self.vocab_size * (self.activation_bytes + 4) + 2 * self.hidden_size * self.activation_bytes)
 
     @property
     def digest(self) -> str:

@@ -4,16 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.accounting import account, windows
 from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, build_problem
-from lazytrain_plugin.plan.request import PlanRequest
-from lazytrain_plugin.units import GIB
+from lazytrain_plugin.plan.request import Capabilities, PlanRequest
+from lazytrain_plugin.units import GIB, MIB
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 from tests.plan import builders
 
 N = builders.MATRIX**2  # parameters of one matrix
 LAYER = 4 * N
+LINES = ("unit inputs", "saved activations", "gradients", "backward workspace", "logits and loss")
 STEM = 4096 * builders.MATRIX
 TOKENS = 100
 
@@ -39,9 +40,7 @@ def test_cpu_units_hold_weights_states_and_gradients_on_the_host(bits, accumulat
     # The stem's GPU weights have a host mirror that the update works on.
     assert ledger.cpu["stem: weights and states"] == 2 * STEM * bytes_per_parameter
     assert ledger.gpu["stem: weights and states"] == 2 * STEM * 2
-    assert ledger.gpu["stem: gradients on their way"] == 2 * STEM * 2
     assert ledger.gpu["weight slots"] == 3 * LAYER * 2
-    assert ledger.gpu["gradient slots"] == 2 * LAYER * 2
 
 
 def test_gpu_states_move_everything_off_the_host():
@@ -50,10 +49,12 @@ def test_gpu_states_move_everything_off_the_host():
     on_gpu = {"weights": Tier.GPU, "states": Tier.GPU, "updater": Updater.GPU}
     plan = replace(lean.with_units(**on_gpu), stem=tuple(replace(unit, **on_gpu) for unit in lean.stem))
     ledger = account(problem, plan)
-    assert ledger.gpu["units: weights and states"] == 3 * LAYER * 14
-    assert ledger.gpu["stem: weights and states"] == 2 * STEM * 14
+    assert ledger.gpu["units: weights and states"] == 3 * LAYER * 12
+    assert ledger.gpu["stem: weights and states"] == 2 * STEM * 12
+    # All gradients rest on the GPU when backward ends; small batches have their peak there.
+    assert ledger.gpu["gradients"] == 3 * LAYER * 2 + 2 * STEM * 2
     assert ledger.cpu == {"reserve": 3 * GIB}
-    assert "weight slots" not in ledger.gpu and "gradient slots" not in ledger.gpu
+    assert "weight slots" not in ledger.gpu
 
 
 def test_fp32_weights_have_no_remainder_and_frozen_ones_no_states():
@@ -62,36 +63,106 @@ def test_fp32_weights_have_no_remainder_and_frozen_ones_no_states():
     frozen = problem_of(model=builders.model(3, trainable=False))
     ledger = account(frozen, leanest_plan(frozen))
     assert ledger.cpu["units: weights and states"] == 3 * LAYER * 2
-    assert "gradient slots" not in ledger.gpu
+    # The stem's own: the head's as backward begins, the embedding's at its end.
+    assert [window.gradients for window in windows(frozen, leanest_plan(frozen))] == [0, 2 * STEM, 0, 0, 2 * STEM]
 
 
-def test_activation_peak_is_the_fullest_window():
-    """Kept activations of later units are freed before an earlier unit recomputes."""
+def test_windows_of_a_step_by_hand():
+    """Later units have let go of what they saved when an earlier one recomputes; their gradients are on their way."""
     problem = problem_of()
     lean = leanest_plan(problem)
-    cost = problem.units[0]
     boundary, kept, recompute = 2 * 512 * TOKENS, 20 * 512 * TOKENS, 26 * 512 * TOKENS
-    loss = TOKENS * 4096 * (2 + 8) + 4 * STEM + TOKENS * 512 * 2
-    assert (cost.boundary_bytes, cost.kept_bytes, problem.loss_bytes) == (boundary, kept, loss)
+    loss = max(TOKENS * 4096 * 2 + 4 * STEM, 6 * STEM) + 3 * TOKENS * 512 * 2
+    assert (problem.units[0].boundary_bytes, problem.units[0].kept_bytes) == (boundary, kept)
+    gradient, stem = LAYER * 2, STEM * 2
 
-    def peak(flags):
-        units = tuple(
-            replace(u, activations=Activations.KEEP if keep else Activations.RECOMPUTE)
-            for u, keep in zip(lean.units, flags)
-        )
-        ledger = account(problem, replace(lean, units=units))
-        lines = ("unit inputs", "kept activations", "backward workspace", "logits and loss")
-        total = sum(ledger.gpu.get(line, 0) for line in lines)
-        assert ledger.gpu["head-room"] == int(total * FRAGMENTATION_FRAC)
-        return total
+    keep = {"activations": Activations.KEEP}
+    plan = replace(lean, units=(replace(lean.units[0], **keep), lean.units[1], replace(lean.units[2], **keep)))
+    found = [(window.inputs, window.saved, window.gradients, window.other) for window in windows(problem, plan)]
+    assert found == [
+        (3 * boundary, 2 * kept, 0, loss),
+        # The head's gradient leaves while unit 2 is in backward, then one unit's at a time.
+        (3 * boundary, kept, gradient + stem, recompute),
+        (2 * boundary, kept, 2 * gradient, recompute),
+        (boundary, 0, 2 * gradient, recompute),
+        (0, 0, gradient + stem, 0),
+    ]
+    ledger = account(problem, plan)
+    fullest = max(map(sum, found))
+    assert sum(ledger.gpu.get(k, 0) for k in LINES) == fullest
+    assert ledger.gpu["head-room"] == int(fullest * FRAGMENTATION_FRAC)
 
-    windows = {
-        (0, 0, 0): max(3 * boundary + loss, 3 * boundary + recompute),
-        (0, 0, 1): max(3 * boundary + kept + loss, 3 * boundary + recompute, 2 * boundary + recompute),
-        (1, 0, 0): max(3 * boundary + kept + loss, 3 * boundary + kept + recompute),
-    }
-    for flags, expected in windows.items():
-        assert peak(flags) == expected
+
+def test_gradients_of_gpu_updated_units_rest_there_until_the_step():
+    problem = problem_of()
+    on_gpu = {"weights": Tier.GPU, "states": Tier.GPU, "updater": Updater.GPU}
+    lean = leanest_plan(problem)
+    plan = replace(lean.with_units(**on_gpu), stem=tuple(replace(unit, **on_gpu) for unit in lean.stem))
+    gradient, stem = LAYER * 2, STEM * 2
+    found = [window.gradients for window in windows(problem, plan)]
+    assert found == [0, stem + gradient, stem + 2 * gradient, stem + 3 * gradient, 2 * stem + 3 * gradient]
+    # With several micro-batches they are added to the sums, which rest with the states.
+    several = problem_of(accumulation_steps=4)
+    assert [window.gradients for window in windows(several, plan)] == [0, gradient, gradient, gradient, stem]
+    assert account(several, plan).gpu["units: weights and states"] == 3 * LAYER * 16
+
+
+def test_a_tied_head_holds_its_gradient_through_backward():
+    problem = problem_of(model=builders.model(3, tied=True))
+    stem = STEM * 2
+    gradients = [window.gradients for window in windows(problem, leanest_plan(problem))]
+    assert gradients == [0, stem + LAYER * 2, stem + 2 * LAYER * 2, stem + 2 * LAYER * 2, 2 * stem + LAYER * 2]
+
+
+def test_streamed_states_rest_on_the_host_and_pass_through_slots():
+    problem = problem_of(capabilities=Capabilities.everything())
+    lean = leanest_plan(problem)
+    streams = {"updater": Updater.GPU}
+    by_unit = lean.with_units(**streams)
+    assert account(problem, by_unit).cpu["units: weights and states"] == 3 * LAYER * 14
+    assert account(problem, by_unit).gpu["state slots"] == 2 * LAYER * (2 + 8 + 2)
+    # Weights on the GPU need no mirror on the host: the update writes them where they are.
+    resident = lean.with_units(weights=Tier.GPU, **streams)
+    assert account(problem, resident).cpu["units: weights and states"] == 3 * LAYER * 12
+    # A stem tensor passes in chunks.
+    stem = replace(lean, stem=tuple(replace(unit, **streams) for unit in lean.stem))
+    assert account(problem, stem).gpu["state slots"] == 2 * min(256 * MIB, STEM * 12)
+    assert account(problem, stem).cpu["stem: weights and states"] == 2 * STEM * 12
+
+
+def test_offloaded_activations_leave_the_gpu_but_for_a_ring():
+    problem = problem_of()
+    lean = leanest_plan(problem)
+    boundary, kept = 2 * 512 * TOKENS, 20 * 512 * TOKENS
+    inputs = lean.with_units(boundary=Tier.CPU)
+    assert [window.inputs for window in windows(problem, inputs)] == [0] * 5
+    assert account(problem, inputs).cpu["offloaded activations"] == 3 * boundary
+    assert account(problem, inputs).gpu["activation slots"] == 2 * boundary
+    both = lean.with_units(boundary=Tier.CPU, activations=Activations.KEEP, saved=Tier.CPU)
+    assert account(problem, both).cpu["offloaded activations"] == 3 * (boundary + kept)
+    assert account(problem, both).gpu["activation slots"] == 2 * (boundary + kept)
+
+
+def test_nvme_holds_states_and_weights_but_no_gradients():
+    problem = problem_of()
+    lean = leanest_plan(problem)
+    states = account(problem, lean.with_units(states=Tier.NVME))
+    assert states.nvme == {"units: weights and states": 3 * LAYER * 10}
+    assert states.cpu["units: weights and states"] == 3 * LAYER * 4
+    assert states.cpu["NVMe slots"] == 3 * LAYER * 10
+    both = account(problem, lean.with_units(weights=Tier.NVME, states=Tier.NVME))
+    assert both.nvme == {"units: weights and states": 3 * LAYER * 12}
+    assert both.cpu["units: weights and states"] == 3 * LAYER * 2
+
+
+def test_between_steps_a_checkpoint_and_an_evaluation_must_fit():
+    problem = problem_of(evaluation_tokens=64 * 1024)
+    ledger = account(problem, leanest_plan(problem))
+    logits = 64 * 1024 * (4096 * (2 + 4) + 2 * 512 * 2)
+    rest = sum(ledger.gpu[k] for k in ("stem: weights and states", "weight slots", "reserve"))
+    assert ledger.outside_step["evaluation"]["gpu"] == rest + int(logits * (1 + FRAGMENTATION_FRAC))
+    assert ledger.need_bytes()["gpu"] == ledger.outside_step["evaluation"]["gpu"] > ledger.total_bytes()["gpu"]
+    assert ledger.need_bytes()["cpu"] == ledger.total_bytes()["cpu"] + 4 * STEM  # one master in fp32
 
 
 def test_without_a_gpu_everything_is_host_memory():

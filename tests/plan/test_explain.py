@@ -12,7 +12,7 @@ from lazytrain_plugin.units import GIB, MIB
 from tests.plan import builders
 
 MODEL, MACHINE = builders.model(40), builders.hardware()
-BUDGET = GIB + 500 * MIB
+BUDGET = GIB + 540 * MIB
 PLAN = greedy_plan(MODEL, MACHINE, PlanRequest(max_tokens=2048, gpu_budget_bytes=BUDGET))
 
 

@@ -1,0 +1,258 @@
+"""Homes and memory: constraints of the program, one function per equation of docs/formulation.md. Bytes are in MiB."""
+
+from __future__ import annotations
+
+import highspy
+
+from lazytrain_plugin.plan.accounting import nvme_bytes_allowed_per_step
+from lazytrain_plugin.plan.names import name
+from lazytrain_plugin.plan.problem import (
+    FRAGMENTATION_FRAC,
+    STEM_STAGING_BYTES,
+    PlacementProblem,
+    UnitCost,
+    mib,
+)
+from lazytrain_plugin.plan.variables import Expression, Variables
+from lazytrain_plugin.profile.model import UnitRole
+from lazytrain_plugin.vocab import Tier
+
+
+def add_one_home(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Every unit has one home (Eq. 1): stream(u) + resident(u) + mirror(u) + ... = 1. Rows: `one_home(u)`."""
+    for u in range(len(problem.units)):
+        model.addConstr(sum(columns[u] for columns in v.homes.values()) == 1, name=name("one_home", u))
+    for s, cost in enumerate(problem.stem):
+        if not _is_zero(v.stem_streams[s]):
+            model.addConstr(v.stem_on_gpu[s] + v.stem_streams[s] <= 1, name=name("one_home", cost.name))
+
+
+def add_one_strategy(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Every unit saves its activations in one way at most (Eq. 2): sum over a of saved(a,u) <= 1; none: recompute."""
+    for u, choices in enumerate(v.saved):
+        if len(choices) > 1:
+            model.addConstr(sum(choices.values()) <= 1, name=name("one_strategy", u))
+
+
+def add_saving_order(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Among equal neighbours the later one saves more on the GPU (Eq. 3): saved bytes(u) <= saved bytes(u+1).
+
+    Both save the same recompute, and backward frees the later one's earlier (Eq. 8). No symmetry but a dominance; it
+    spares the search most. Rows: `saving_order(u)`.
+    """
+    for u, (cost, after) in enumerate(zip(problem.units, problem.units[1:])):
+        alike = (cost.kept_bytes, cost.workspace_bytes, cost.forward_s, cost.strategies) == (
+            after.kept_bytes,
+            after.workspace_bytes,
+            after.forward_s,
+            after.strategies,
+        )
+        if alike and v.saved[u]:
+            model.addConstr(
+                saved_mib(cost, v, u, Tier.GPU) <= saved_mib(after, v, u + 1, Tier.GPU), name=name("saving_order", u)
+            )
+
+
+def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """A slot holds the largest unit that uses it (Eq. 4). Rows: `weight_slot(u)`, `gradient_slot(u)`, ... In MiB.
+
+    weight_slot >= weights(u) streamed(u);  gradient_slot >= gradients(u) sends(u)
+    state_slot >= (states + gradients)(u) streams_states(u), a stem unit's in chunks
+    activation_slot >= what leaves the GPU of u;  nvme_slot >= what u has on NVMe.
+    """
+    for u, cost in enumerate(problem.units):
+        model.addConstr(v.weight_slot_mib >= mib(cost.weight_bytes) * v.streamed(u), name=name("weight_slot", u))
+        if cost.num_trainable:
+            model.addConstr(v.gradient_slot_mib >= mib(cost.gradient_bytes) * v.sends(u), name=name("gradient_slot", u))
+        if not _is_zero(v.streams_states(u)):
+            states = mib(cost.streamed_in_bytes) * v.streams_states(u)
+            model.addConstr(v.state_slot_mib >= states, name=name("state_slot", u))
+        leaving = offloaded_mib(cost, v, u)
+        if not _is_zero(leaving):
+            model.addConstr(v.activation_slot_mib >= leaving, name=name("activation_slot", u))
+        if not _is_zero(v.on_nvme(u)):
+            model.addConstr(v.nvme_slot_mib >= _nvme_mib(cost, v, u), name=name("nvme_slot", u))
+    for s, cost in enumerate(problem.stem):
+        if not _is_zero(v.stem_streams[s]):
+            chunk = mib(min(STEM_STAGING_BYTES, cost.streamed_in_bytes)) * v.stem_streams[s]
+            model.addConstr(v.state_slot_mib >= chunk, name=name("state_slot", cost.name))
+
+
+def add_host_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """What rests on the host fits it, in a step and while a checkpoint is written (Eq. 5).
+
+    at rest + NVMe slots + offloaded activations <= budget; at rest + NVMe slots + save <= budget. Without a GPU
+    everything is host memory, and Eq. 7 to 9 carry it. Rows: `capacity(CPU)`, `capacity(CPU,save)`.
+    """
+    if not problem.has_gpu:
+        return
+    rest = host_rest(problem, v) + problem.nvme_slots * v.nvme_slot_mib
+    budget = mib(problem.cpu_budget_bytes - problem.cpu_reserve_bytes)
+    offloaded = sum(
+        _boundary_mib(cost) * v.boundary_on_cpu[u] + saved_mib(cost, v, u, Tier.CPU)
+        for u, cost in enumerate(problem.units)
+    )
+    if not _is_constant(rest + offloaded):
+        model.addConstr(rest + offloaded <= budget, name=name("capacity", "CPU"))
+    if not _is_constant(rest) and problem.save_bytes:
+        model.addConstr(rest + mib(problem.save_bytes) <= budget, name=name("capacity", "CPU", "save"))
+
+
+def add_nvme_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """What rests on NVMe fits it, and wears it no faster than allowed (Eq. 6).
+
+    sum of bytes on NVMe <= budget;  bytes written a step <= bytes allowed a day x fastest step / day, the fastest step
+    being that of computing alone. Rows: `capacity(NVME)`, `wear(NVME)`.
+    """
+    if not problem.has_nvme or not problem.has_gpu:
+        return
+    held = sum(_nvme_mib(cost, v, u) for u, cost in enumerate(problem.units))
+    model.addConstr(held <= mib(problem.nvme_budget_bytes), name=name("capacity", "NVME"))
+    allowed = nvme_bytes_allowed_per_step(problem)
+    if problem.nvme_write_bytes_per_day is not None:
+        written = sum(_nvme_mib(cost, v, u) for u, cost in enumerate(problem.units) if cost.num_trainable)
+        model.addConstr(written <= mib(allowed), name=name("wear", "NVME"))
+
+
+def add_loss_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """The device's memory during the loss (Eq. 7). Row: `capacity(GPU,loss)`. In MiB.
+
+    rest + (1 + fragmentation) (inputs and saved activations on the GPU + activation slots + logits) <= budget.
+    """
+    window: Expression = mib(problem.loss_bytes)
+    for u, cost in enumerate(problem.units):
+        window = window + _input_mib(cost, v, u) + saved_mib(cost, v, u, Tier.GPU)
+    _add_device_row(model, problem, v, window, name("capacity", "GPU", "loss"))
+
+
+def add_backward_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """The device's memory during the backward of each unit u, and after it (Eq. 8). Rows: `capacity(GPU,u)`. In MiB.
+
+    rest + (1 + fragmentation) (sum over w <= u of input(w) + sum over w < u of saved(w) + workspace(u)
+    + gradients on the GPU + activation slots) <= budget. Later units' activations are freed by then; what u itself
+    saved is a part of its workspace. Gradients: those of the GPU-updated units from u on (u alone with accumulation),
+    min(R, N - u) slots, and the head's. After unit 0: all of them, with the embedding's.
+    """
+    last = len(problem.units) - 1
+    resting: Expression = 0.0
+    gradients: list[Expression] = []
+    for u in reversed(range(last + 1)):
+        own = mib(problem.units[u].gradient_bytes) * v.homes["resident"][u]
+        resting = own if problem.has_accumulation else resting + own
+        going = (1 + min(problem.gradient_slots - 1, last - u)) * v.gradient_slot_mib
+        head = _head_gradient_mib(problem, v, on_its_way=last - u < problem.gradient_slots - 1)
+        gradients.append(resting + going + head)
+    gradients.reverse()
+    activations: Expression = 0.0
+    for u, cost in enumerate(problem.units):
+        activations = activations + _input_mib(cost, v, u)
+        window = activations + mib(cost.workspace_bytes) + gradients[u]
+        _add_device_row(model, problem, v, window, name("capacity", "GPU", u))
+        activations = activations + saved_mib(cost, v, u, Tier.GPU)
+    embedding = mib(sum(cost.gradient_bytes for cost in problem.stem if cost.role != UnitRole.HEAD))
+    resting = 0.0 if problem.has_accumulation else resting
+    end = resting + (problem.gradient_slots - 1) * v.gradient_slot_mib + embedding
+    end = end + _head_gradient_mib(problem, v, on_its_way=False)
+    _add_device_row(model, problem, v, end, name("capacity", "GPU", "end"))
+
+
+def add_evaluation_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Whole logits of an evaluation batch beside what rests (Eq. 9). Row: `capacity(GPU,evaluation)`. In MiB.
+
+    Rest without the slots that only training needs + (1 + fragmentation) logits <= budget.
+    """
+    if problem.evaluation_bytes:
+        logits = mib(problem.evaluation_bytes)
+        row = name("capacity", "GPU", "evaluation")
+        _add_device_row(model, problem, v, logits, row, trains=False)
+
+
+def saved_mib(cost: UnitCost, v: Variables, u: int, tier: Tier) -> Expression:
+    """What unit u saves in a tier, beside its input."""
+    return sum(
+        mib(cost.saved_bytes(activations)) * column
+        for (activations, home), column in v.saved[u].items()
+        if home == tier
+    )
+
+
+def offloaded_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
+    """What leaves the GPU after the forward of unit u."""
+    return _boundary_mib(cost) * v.boundary_on_cpu[u] + saved_mib(cost, v, u, Tier.CPU)
+
+
+def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
+    """Weights, states and gradients at rest in host memory."""
+    rest: Expression = 0
+    for u, cost in enumerate(problem.units):
+        weights = mib(cost.weight_bytes)
+        states = mib(cost.state_bytes)
+        both = v.homes["stream"][u] + v.homes["mirror"][u] + v.homes["stream_update"][u]
+        rest = rest + (weights + states) * both + states * v.homes["mirror_update"][u]
+        # Gradients and sums stay on the host.
+        rest = rest + (weights + states - mib(cost.rest_state_bytes)) * v.homes["nvme_states"][u]
+        rest = rest + (states - mib(cost.rest_state_bytes)) * v.homes["nvme"][u]
+    for s, cost in enumerate(problem.stem):
+        # Frozen stem weights rest on the GPU alone.
+        if cost.num_trainable or not problem.has_gpu:
+            rest = rest + mib(cost.weight_bytes + cost.state_bytes) * v.stem_on_worker(s)
+            rest = rest + mib(cost.state_bytes) * v.stem_streams[s]
+    return rest
+
+
+def _nvme_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
+    states = mib(cost.rest_state_bytes)
+    return states * v.homes["nvme_states"][u] + (states + mib(cost.weight_bytes)) * v.homes["nvme"][u]
+
+
+def _add_device_row(
+    model: highspy.Highs, problem: PlacementProblem, v: Variables, window: Expression, row: str, *, trains: bool = True
+) -> None:
+    rest: Expression = problem.weight_slots * v.weight_slot_mib
+    for u, cost in enumerate(problem.units):
+        weights = mib(cost.weight_bytes)
+        states = mib(cost.rest_state_bytes + cost.accumulator_bytes)
+        rest = rest + (weights + states) * v.homes["resident"][u]
+        rest = rest + weights * (v.homes["mirror"][u] + v.homes["mirror_update"][u])
+    if trains:
+        rest = rest + problem.state_slots * v.state_slot_mib
+        window = window + problem.activation_slots * v.activation_slot_mib
+    if problem.has_gpu:
+        for s, cost in enumerate(problem.stem):
+            states = mib(cost.rest_state_bytes + cost.accumulator_bytes)
+            rest = rest + mib(cost.weight_bytes) + states * v.stem_on_gpu[s]
+        budget = problem.gpu_budget_bytes - problem.gpu_reserve_bytes
+    else:
+        rest = rest + host_rest(problem, v)
+        budget = problem.cpu_budget_bytes - problem.cpu_reserve_bytes
+    model.addConstr(rest + (1 + FRAGMENTATION_FRAC) * window <= mib(budget), name=row)
+
+
+def _head_gradient_mib(problem: PlacementProblem, v: Variables, *, on_its_way: bool) -> Expression:
+    """The head's gradient after the loss; `on_its_way`: in the windows in which it may not have left yet."""
+    total: Expression = 0
+    for s, cost in enumerate(problem.stem):
+        if problem.tied and cost.role == UnitRole.EMBEDDING:
+            total = total + mib(cost.gradient_bytes)
+        elif cost.role == UnitRole.HEAD:
+            stays = 0 if problem.has_accumulation else v.stem_on_gpu[s]
+            leaves = (1 - v.stem_on_gpu[s]) if on_its_way else 0
+            total = total + mib(cost.gradient_bytes) * (stays + leaves)
+    return total
+
+
+def _boundary_mib(cost: UnitCost) -> float:
+    return mib(cost.boundary_bytes)
+
+
+def _input_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
+    return _boundary_mib(cost) * (1 - v.boundary_on_cpu[u])
+
+
+def _is_constant(expression: Expression) -> bool:
+    return isinstance(expression, (int, float))
+
+
+def _is_zero(expression: Expression) -> bool:
+    """A choice that the problem does not allow."""
+    return _is_constant(expression) and expression == 0

@@ -1,0 +1,227 @@
+"""Time from the loss on, and the step's: constraints of the program, one function per equation of docs/formulation.md.
+
+Times are in ms.
+"""
+
+from __future__ import annotations
+
+import highspy
+
+from lazytrain_plugin.plan.capacity import offloaded_mib
+from lazytrain_plugin.plan.names import name
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
+from lazytrain_plugin.plan.timing_forward import has_streams, loss_ms, stem_indices
+from lazytrain_plugin.plan.variables import Expression, Variables
+from lazytrain_plugin.units import MIB
+
+
+def add_backward_weights(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Weights, and activations that left, cross H2D in reverse order (Eq. 15).
+
+    The last P units are still in their slots.
+    backward_weights(u) >= returned(u+1) + copy(u) streamed(u);  >= backward(u+P) + copy(u) streamed(u),  u < N - P
+    backward_weights(u) >= states_back(u) - loss + copy(u) streamed(u)
+    returned(u) >= backward_weights(u) + activations(u);  >= backward(u+L) + activations(u)
+    returned(u) >= left(u) - loss + activations(u)
+    With weights on NVMe: disk_backward(u) >= disk_backward(u+1) + read(u);  >= backward_weights(u+D) + read(u);
+    >= disk_written(u) - loss + read(u), and backward_weights(u) >= disk_backward(u) + copy(u) streamed(u).
+    Rows: `reload_order(u)`, `reload_slot(u)`, ...
+    """
+    slots, num_units = problem.weight_slots, len(problem.units)
+    arrived = v.returned_ms or v.backward_weights_ms
+    for u in reversed(range(num_units)):
+        cost = problem.units[u]
+        arrives = v.backward_weights_ms[u]
+        duration = ms(cost.weight_h2d_s) * v.streamed(u) if u < num_units - slots else 0
+        if u < num_units - slots or (v.returned_ms and u + 1 < num_units):
+            model.addConstr(arrives >= arrived[u + 1] + duration, name=name("reload_order", u))
+        if u < num_units - slots:
+            model.addConstr(arrives >= v.backward_ms[u + slots] + duration, name=name("reload_slot", u))
+            if has_streams(v, u):
+                written = v.states_back_ms[u] - v.loss_ms
+                model.addConstr(arrives >= written + duration, name=name("reload_updated", u))
+            if v.disk_backward_ms:
+                _add_backward_read(model, problem, v, u)
+                model.addConstr(arrives >= v.disk_backward_ms[u] + duration, name=name("reload_disk", u))
+        if not v.returned_ms:
+            continue
+        back = ms(problem.h2d_s(MIB)) * offloaded_mib(cost, v, u)
+        returned = v.returned_ms[u]
+        model.addConstr(returned >= arrives + back, name=name("return", u))
+        if u + problem.activation_slots < num_units:
+            slot_free = v.backward_ms[u + problem.activation_slots]
+            model.addConstr(returned >= slot_free + back, name=name("return_slot", u))
+        model.addConstr(returned >= v.left_ms[u] - v.loss_ms + back, name=name("return_left", u))
+
+
+def _add_backward_read(model: highspy.Highs, problem: PlacementProblem, v: Variables, u: int) -> None:
+    cost = problem.units[u]
+    read = ms(problem.nvme_read_s(cost.weight_bytes)) * v.homes["nvme"][u]
+    done, num_units = v.disk_backward_ms[u], len(problem.units)
+    if u + 1 < num_units:
+        model.addConstr(done >= v.disk_backward_ms[u + 1] + read, name=name("reload_read_order", u))
+    if u + problem.nvme_slots < num_units:
+        free = v.backward_weights_ms[u + problem.nvme_slots]
+        model.addConstr(done >= free + read, name=name("reload_read_slot", u))
+    written = v.disk_written_ms[u] - v.loss_ms
+    model.addConstr(done >= written + read, name=name("reload_read", u))
+
+
+def add_backward(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Compute in reverse order, with the recompute of what was not saved (Eq. 16).
+
+    backward(u) >= backward(u+1)       + backward time + recompute(u)
+    backward(u) >= backward_weights(u) + backward time + recompute(u), `returned(u)` where activations may leave
+    backward(u) >= sent(u+R-1): gradients of R units at most are on the GPU. Rows: `backward_order(u)`, ...
+    recompute(u) = forward time - sum over a of what strategy a saves of it.
+    """
+    last = len(problem.units) - 1
+    arrived = v.returned_ms or v.backward_weights_ms
+    for u in reversed(range(last + 1)):
+        cost = problem.units[u]
+        duration = ms(cost.backward_s) + recompute_ms(cost, v, u)
+        after = v.backward_ms[u + 1] if u < last else 0
+        model.addConstr(v.backward_ms[u] >= after + duration, name=name("backward_order", u))
+        model.addConstr(v.backward_ms[u] >= arrived[u] + duration, name=name("backward_weights", u))
+        ahead = problem.gradient_slots - 1
+        if u + ahead <= last and cost.num_trainable:
+            sent = v.gradients_sent_ms[u + ahead]
+            model.addConstr(v.backward_ms[u] >= sent, name=name("backward_slot", u))
+
+
+def recompute_ms(cost: UnitCost, v: Variables, u: int) -> Expression:
+    """What unit u computes again in backward."""
+    return ms(cost.forward_s) - sum(
+        ms(cost.forward_s - cost.recompute_s(activations)) * column for (activations, _), column in v.saved[u].items()
+    )
+
+
+def add_gradients(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Gradients cross D2H in reverse order, after what forward sent (Eq. 17).
+
+    sent(u) >= backward(u) + send(u) sends(u);  sent(u) >= sent(u+1) + send(u) sends(u)
+    The head's go first (after left(N-1) - loss), the embedding's last. Rows: `send(u)`, `send_order(u)`.
+    """
+    before: Expression = v.left_ms[-1] - v.loss_ms if v.left_ms else 0
+    for s in stem_indices(problem, first=False):
+        before = _add_send(model, problem.stem[s].name, v.stem_sent_ms[s], 0, before, _stem_send(problem, v, s))
+    for u in reversed(range(len(problem.units))):
+        duration = ms(problem.units[u].gradient_d2h_s) * v.sends(u)
+        before = _add_send(model, u, v.gradients_sent_ms[u], v.backward_ms[u], before, duration)
+    for s in stem_indices(problem, first=True):
+        computed = v.backward_ms[0]
+        before = _add_send(model, problem.stem[s].name, v.stem_sent_ms[s], computed, before, _stem_send(problem, v, s))
+
+
+def add_accumulation(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """With several micro-batches the worker adds gradients up as they arrive (Eq. 18).
+
+    accumulated(u) >= sent(u) + add(u) sends(u);  accumulated(u) >= accumulated(u+1) + add(u) sends(u)
+    Rows: `add(u)`, `add_order(u)`.
+    """
+    if not problem.has_accumulation:
+        return
+    before: Expression = 0
+    order = [*((s, False) for s in stem_indices(problem, first=False))]
+    order += [*((u, True) for u in reversed(range(len(problem.units))))]
+    order += [*((s, False) for s in stem_indices(problem, first=True))]
+    for index, is_unit in order:
+        cost = (problem.units if is_unit else problem.stem)[index]
+        done = (v.accumulated_ms if is_unit else v.stem_accumulated_ms)[index]
+        sent = (v.gradients_sent_ms if is_unit else v.stem_sent_ms)[index]
+        sends = v.sends(index) if is_unit else 1 - v.stem_on_gpu[index]
+        duration = ms(cost.accumulate_s) * sends
+        label = index if is_unit else cost.name
+        model.addConstr(done >= sent + duration, name=name("add", label))
+        model.addConstr(done >= before + duration, name=name("add_order", label))
+        before = done
+
+
+def add_repeated_forward(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Forwards of later micro-batches: no updates, and the first P units are still in slots (Eq. 19).
+
+    Eq. 12 to 14 without `updated` and states; times count from the end of the backward before. Rows: `repeat...(u)`.
+    """
+    if not problem.has_accumulation:
+        return
+    for u, cost in enumerate(problem.units):
+        if u >= problem.weight_slots:
+            duration = ms(cost.weight_h2d_s) * v.streamed(u)
+            arrives = v.repeat_weights_ms[u]
+            model.addConstr(arrives >= v.repeat_weights_ms[u - 1] + duration, name=name("repeat_weights_order", u))
+            slot_free = v.repeat_ms[u - problem.weight_slots]
+            model.addConstr(arrives >= slot_free + duration, name=name("repeat_weights_slot", u))
+            if v.disk_repeat_ms:
+                read = ms(problem.nvme_read_s(cost.weight_bytes)) * v.homes["nvme"][u]
+                done = v.disk_repeat_ms[u]
+                model.addConstr(done >= v.disk_repeat_ms[u - 1] + read, name=name("repeat_read_order", u))
+                if u >= problem.nvme_slots:
+                    free = v.repeat_weights_ms[u - problem.nvme_slots]
+                    model.addConstr(done >= free + read, name=name("repeat_read_slot", u))
+                model.addConstr(arrives >= done + duration, name=name("repeat_disk", u))
+        compute = ms(cost.forward_s)
+        before = v.repeat_ms[u - 1] if u else 0
+        model.addConstr(v.repeat_ms[u] >= before + compute, name=name("repeat_order", u))
+        model.addConstr(v.repeat_ms[u] >= v.repeat_weights_ms[u] + compute, name=name("repeat_weights", u))
+        if not v.repeat_left_ms:
+            continue
+        leaving = ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)
+        if u:
+            model.addConstr(v.repeat_left_ms[u] >= v.repeat_left_ms[u - 1] + leaving, name=name("repeat_left_order", u))
+        model.addConstr(v.repeat_left_ms[u] >= v.repeat_ms[u] + leaving, name=name("repeat_left", u))
+        if u >= problem.activation_slots:
+            slot_free = v.repeat_left_ms[u - problem.activation_slots]
+            model.addConstr(v.repeat_ms[u] >= slot_free + compute, name=name("repeat_slot", u))
+
+
+def _add_send(model, label: str | int, sent, computed: Expression, before: Expression, duration: Expression):
+    model.addConstr(sent >= computed + duration, name=name("send", label))
+    model.addConstr(sent >= before + duration, name=name("send_order", label))
+    return sent
+
+
+def _stem_send(problem: PlacementProblem, v: Variables, s: int) -> Expression:
+    return ms(problem.stem[s].gradient_d2h_s) * (1 - v.stem_on_gpu[s])
+
+
+def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """The step's time, and what each resource alone needs for it (Eq. 20). Rows: `step_time`, `load(...)`.
+
+    step = loss + (A - 1) (repeat(N-1) + loss time) + A backward(0)
+    step >= all updates and additions of the worker; step >= all copies of a direction; >= all NVMe reads, writes. The
+    loads are implied for whole steps; they tighten the relaxation and keep a backlog from growing from step to step.
+    """
+    micro_batches = problem.accumulation_steps
+    step: Expression = v.loss_ms + micro_batches * v.backward_ms[0]
+    if problem.has_accumulation:
+        step = step + (micro_batches - 1) * (v.repeat_ms[-1] + loss_ms(problem))
+    model.addConstr(v.step_ms == step, name="step_time")
+    if not problem.has_gpu:
+        return
+    worker: Expression = 0
+    down: Expression = 0
+    read: Expression = 0
+    write: Expression = 0
+    for u, cost in enumerate(problem.units):
+        add = ms(micro_batches * cost.accumulate_s) * v.sends(u)
+        worker = worker + ms(cost.cpu_update_s) * v.on_worker(u) + add
+        states = ms(problem.d2h_s(cost.streamed_out_bytes)) * v.streams_states(u)
+        states = states + ms(problem.d2h_s(cost.weight_bytes)) * v.homes["stream_update"][u]
+        per_micro = ms(cost.gradient_d2h_s) * v.sends(u) + ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)
+        down = down + states + micro_batches * per_micro
+        both = cost.rest_state_bytes + cost.weight_bytes
+        nvme_states, nvme = v.homes["nvme_states"][u], v.homes["nvme"][u]
+        read = (
+            read + ms(problem.nvme_read_s(cost.rest_state_bytes)) * nvme_states + ms(problem.nvme_read_s(both)) * nvme
+        )
+        if cost.num_trainable:
+            write = write + ms(problem.nvme_write_s(cost.rest_state_bytes)) * nvme_states
+            write = write + ms(problem.nvme_write_s(both)) * nvme
+    for s, cost in enumerate(problem.stem):
+        sends = 1 - v.stem_on_gpu[s]
+        worker = worker + ms(cost.cpu_update_s) * v.stem_on_worker(s) + ms(micro_batches * cost.accumulate_s) * sends
+        down = down + ms(micro_batches * cost.gradient_d2h_s) * sends
+        down = down + ms(problem.d2h_s(cost.streamed_out_bytes)) * v.stem_streams[s]
+    for resource, load in (("worker", worker), ("d2h", down), ("nvme_read", read), ("nvme_write", write)):
+        if not isinstance(load, (int, float)):
+            model.addConstr(v.step_ms >= load, name=name("load", resource))

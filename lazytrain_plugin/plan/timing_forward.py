@@ -1,0 +1,208 @@
+"""Time up to the loss: constraints of the program, one function per equation of docs/formulation.md. Times are in ms.
+
+An operation's finish time is at least that of what it waits for plus its duration; because each resource works in
+program order, no big-M is needed for the order itself.
+"""
+
+from __future__ import annotations
+
+import highspy
+
+from lazytrain_plugin.plan.capacity import offloaded_mib
+from lazytrain_plugin.plan.names import name
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
+from lazytrain_plugin.plan.simulate import NEEDED_FIRST
+from lazytrain_plugin.plan.variables import Expression, Variables
+from lazytrain_plugin.units import MIB
+
+
+def add_updates(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """The worker updates in forward order, each unit once its gradients rest on the host (Eq. 10).
+
+    updated(u) >= updated(u-1) + update(u) on_worker(u)
+    updated(u) >= arrived(u) - backward(0) + update(u) on_worker(u) - tail (1 - sends(u))
+    `arrived` is the gradients' time in the backward before (the step repeats); `tail` bounds what the links and the
+    worker still have to do when backward ends. For streamed states `updated` is when their gradients are there. Rows:
+    `update_order(u)`, `update_gradients(u)`.
+    """
+    backward_end = v.backward_ms[0]
+    arrived = v.accumulated_ms if problem.has_accumulation else v.gradients_sent_ms
+    stem_arrived = v.stem_accumulated_ms if problem.has_accumulation else v.stem_sent_ms
+    tail = _tail_ms(problem)
+
+    def add(label, updated, before, gradients, cost: UnitCost, on_worker: Expression, sends: Expression) -> None:
+        duration = ms(cost.cpu_update_s) * on_worker
+        if before is not None:
+            model.addConstr(updated >= before + duration, name=name("update_order", label))
+        if cost.num_trainable:
+            model.addConstr(
+                updated >= gradients - backward_end + duration - tail * (1 - sends),
+                name=name("update_gradients", label),
+            )
+
+    def add_stem(s: int, before):
+        worker, sends = v.stem_on_worker(s), 1 - v.stem_on_gpu[s]
+        cost = problem.stem[s]
+        add(cost.name, v.stem_updated_ms[s], before, stem_arrived[s], cost, worker, sends)
+        return v.stem_updated_ms[s]
+
+    before = None
+    for s in stem_indices(problem, first=True):
+        before = add_stem(s, before)
+    for u, cost in enumerate(problem.units):
+        add(u, v.updated_ms[u], before, arrived[u], cost, v.on_worker(u), v.sends(u))
+        before = v.updated_ms[u]
+    for s in stem_indices(problem, first=False):
+        before = add_stem(s, before)
+
+
+def add_disk(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """NVMe reads and writes of updates, each in forward order, through D staging buffers (Eq. 11).
+
+    disk_read(u) >= disk_read(u-1) + read(u);  disk_read(u) >= disk_written(u-D) + read(u)
+    updated(u) >= disk_read(u) + update(u) on_worker(u)
+    disk_written(u) >= disk_written(u-1) + write(u);  disk_written(u) >= updated(u) + write(u)
+    step >= disk_written(N-1). Rows: `disk_read...(u)`, `disk_write...(u)`.
+    """
+    if not v.disk_read_ms:
+        return
+    depth = problem.nvme_slots
+    for u, cost in enumerate(problem.units):
+        states, weights = cost.rest_state_bytes, cost.weight_bytes
+        homes = v.homes["nvme_states"][u], v.homes["nvme"][u]
+        read = ms(problem.nvme_read_s(states)) * homes[0] + ms(problem.nvme_read_s(states + weights)) * homes[1]
+        write = ms(problem.nvme_write_s(states)) * homes[0] + ms(problem.nvme_write_s(states + weights)) * homes[1]
+        before_read = v.disk_read_ms[u - 1] if u else 0
+        model.addConstr(v.disk_read_ms[u] >= before_read + read, name=name("disk_read_order", u))
+        if u >= depth:
+            free = v.disk_written_ms[u - depth]
+            model.addConstr(v.disk_read_ms[u] >= free + read, name=name("disk_read_slot", u))
+        update = ms(cost.cpu_update_s) * v.on_worker(u)
+        model.addConstr(v.updated_ms[u] >= v.disk_read_ms[u] + update, name=name("update_disk", u))
+        if not cost.num_trainable:
+            write = 0
+        before_write = v.disk_written_ms[u - 1] if u else 0
+        model.addConstr(v.disk_written_ms[u] >= before_write + write, name=name("disk_write_order", u))
+        model.addConstr(v.disk_written_ms[u] >= v.updated_ms[u] + write, name=name("disk_write", u))
+    model.addConstr(v.step_ms >= v.disk_written_ms[-1], name="disk_write_end")
+
+
+def add_forward_weights(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Weights and streamed states cross H2D in forward order, after updates and into free slots (Eq. 12).
+
+    forward_weights(u) >= forward_weights(u-1) + copy(u) (streamed(u) + mirror(u)) + states_in(u) streams_states(u)
+    forward_weights(u) >= updated(u)           + the same
+    forward_weights(u) >= forward(u-P)         + copy(u) streamed(u)
+    forward_weights(u) >= states_back(u-S)     + states_in(u) streams_states(u)
+    The stem's: the embedding's before the first unit, the head's after the last.
+    Rows: `weights_order(u)`, `weights_updated(u)`, `weights_slot(u)`, `states_slot(u)`.
+    """
+    before = None
+    for s in stem_indices(problem, first=True):
+        before = _add_stem_copy(model, problem, v, s, before)
+    for u, cost in enumerate(problem.units):
+        arrives, copy = v.forward_weights_ms[u], ms(cost.weight_h2d_s)
+        states = ms(problem.h2d_s(cost.streamed_in_bytes)) * v.streams_states(u)
+        duration = copy * (v.streamed(u) + v.homes["mirror"][u]) + states
+        if before is not None:
+            model.addConstr(arrives >= before + duration, name=name("weights_order", u))
+        model.addConstr(arrives >= v.updated_ms[u] + duration, name=name("weights_updated", u))
+        if u >= problem.weight_slots:
+            slot_free = v.forward_ms[u - problem.weight_slots]
+            model.addConstr(arrives >= slot_free + copy * v.streamed(u), name=name("weights_slot", u))
+        if has_streams(v, u) and u >= problem.state_slots:
+            slot_free = v.states_back_ms[u - problem.state_slots]
+            model.addConstr(arrives >= slot_free + states, name=name("states_slot", u))
+        before = arrives
+    for s in stem_indices(problem, first=False):
+        before = _add_stem_copy(model, problem, v, s, before)
+
+
+def add_forward(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Compute in forward order, each unit when its weights are there (Eq. 13).
+
+    forward(u) >= forward(u-1) + forward time + gpu_update(u) streams_states(u);  >= forward_weights(u) + the same
+    forward(u) >= left(u-L) + forward time: at most L units' activations are on their way off the GPU
+    forward(0) >= the embedding's weights, and the GPU's own updates, which run first on the compute stream.
+    loss >= forward(N-1) + loss time;  loss >= the head's weights + loss time. Rows: `forward_order(u)`, ...
+    """
+    gpu_updates = sum(ms(cost.gpu_update_s) * v.homes["resident"][u] for u, cost in enumerate(problem.units)) + sum(
+        ms(cost.gpu_update_s) * v.stem_on_gpu[s] for s, cost in enumerate(problem.stem)
+    )
+    first = ms(problem.units[0].forward_s)
+    model.addConstr(v.forward_ms[0] >= gpu_updates + first, name="forward_after_gpu_updates")
+    for s in stem_indices(problem, first=True):
+        update = ms(problem.stem[s].gpu_update_s) * v.stem_streams[s]
+        model.addConstr(
+            v.forward_ms[0] >= v.stem_weights_ms[s] + update + first, name=name("forward_stem", problem.stem[s].name)
+        )
+    for u, cost in enumerate(problem.units):
+        duration = ms(cost.forward_s) + ms(cost.gpu_update_s) * v.streams_states(u)
+        if u:
+            model.addConstr(v.forward_ms[u] >= v.forward_ms[u - 1] + duration, name=name("forward_order", u))
+        model.addConstr(v.forward_ms[u] >= v.forward_weights_ms[u] + duration, name=name("forward_weights", u))
+        if v.returned_ms and u >= problem.activation_slots:
+            slot_free = v.left_ms[u - problem.activation_slots]
+            model.addConstr(v.forward_ms[u] >= slot_free + ms(cost.forward_s), name=name("forward_slot", u))
+    loss = loss_ms(problem)
+    model.addConstr(v.loss_ms >= v.forward_ms[-1] + loss, name="loss_order")
+    for s in stem_indices(problem, first=False):
+        update = ms(problem.stem[s].gpu_update_s) * v.stem_streams[s]
+        row = name("loss_weights", problem.stem[s].name)
+        model.addConstr(v.loss_ms >= v.stem_weights_ms[s] + update + loss, name=row)
+
+
+def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """What crosses D2H in forward: updated states, then activations, unit by unit (Eq. 14).
+
+    states_back(u) >= left(u-1) + states_out(u) streams_states(u)
+    states_back(u) >= forward(u) - forward time + states_out(u) streams_states(u)
+    left(u) >= states_back(u) + activations(u);  left(u) >= forward(u) + activations(u)
+    `states_out` holds the weights too where they rest on the host. Rows: `states_back...(u)`, `left...(u)`.
+    """
+    if not v.left_ms:
+        return
+    for u, cost in enumerate(problem.units):
+        states = ms(problem.d2h_s(cost.streamed_out_bytes)) * v.streams_states(u)
+        states = states + ms(problem.d2h_s(cost.weight_bytes)) * v.homes["stream_update"][u]
+        before = v.left_ms[u - 1] if u else 0
+        model.addConstr(v.states_back_ms[u] >= before + states, name=name("states_back_order", u))
+        updated = v.forward_ms[u] - ms(cost.forward_s)
+        model.addConstr(v.states_back_ms[u] >= updated + states, name=name("states_back", u))
+        leaving = ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)
+        model.addConstr(v.left_ms[u] >= v.states_back_ms[u] + leaving, name=name("left_order", u))
+        model.addConstr(v.left_ms[u] >= v.forward_ms[u] + leaving, name=name("left", u))
+
+
+def _add_stem_copy(model, problem: PlacementProblem, v: Variables, s: int, before):
+    cost = problem.stem[s]
+    copy = ms(cost.weight_h2d_s if cost.num_trainable else 0.0) * v.stem_on_worker(s)
+    duration = copy + ms(problem.h2d_s(cost.streamed_in_bytes)) * v.stem_streams[s]
+    arrives = v.stem_weights_ms[s]
+    if before is not None:
+        model.addConstr(arrives >= before + duration, name=name("weights_order", cost.name))
+    model.addConstr(arrives >= v.stem_updated_ms[s] + duration, name=name("weights_updated", cost.name))
+    return arrives
+
+
+def _tail_ms(problem: PlacementProblem) -> float:
+    """Most that D2H and the additions can have left to do when backward ends: what the slots and the stem hold."""
+    costs = (*problem.units, *problem.stem)
+    sends = problem.gradient_slots * max((cost.gradient_d2h_s for cost in problem.units), default=0.0)
+    stem = sum(cost.gradient_d2h_s for cost in problem.stem)
+    return ms(sends + stem + sum(cost.accumulate_s for cost in costs))
+
+
+def stem_indices(problem: PlacementProblem, *, first: bool) -> list[int]:
+    """Stem units that forward needs before its first unit, or after its last."""
+    return [s for s, cost in enumerate(problem.stem) if (cost.role in NEEDED_FIRST) == first]
+
+
+def loss_ms(problem: PlacementProblem) -> float:
+    """Computing the head and the loss, forward and backward."""
+    return ms(sum(cost.forward_s + cost.backward_s for cost in problem.stem if cost.forward_s))
+
+
+def has_streams(v: Variables, u: int) -> bool:
+    """Whether unit u may stream its states."""
+    return bool(v.states_back_ms) and not isinstance(v.streams_states(u), int)

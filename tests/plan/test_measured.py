@@ -1,0 +1,75 @@
+"""Predictions against steps measured on an H200: Qwen2.5-7B, 32 x 1024 tokens, bf16, fused kernels, chunked loss.
+
+Memory is torch's peak of allocated and of reserved bytes; a budget must hold the reserved ones and the CUDA context.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.greedy import leanest_plan
+from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, GPU_RESERVE_BYTES, build_problem
+from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.plan.simulate import simulate
+from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.units import GIB
+from lazytrain_plugin.vocab import Fidelity, Tier, Updater
+from tests.plan.shapes import profile
+
+CONTEXT_GIB = 0.6
+H200 = Path(__file__).parents[2] / "configs" / "hardware" / "h200_1x.json"
+ON_GPU = {"weights": Tier.GPU, "states": Tier.GPU, "updater": Updater.GPU}
+CELLS = {
+    # state bits, resident units, stem units with states on the GPU, weight slots,
+    # allocated GiB, reserved GiB, host GiB or None, step s
+    "planned, 8-bit": (8, 3, ("rest", "embed_tokens", "lm_head"), 3, 25.35, 27.38, 45.9, 3.654),
+    "by hand, 8-bit": (8, 6, ("rest", "embed_tokens", "lm_head"), 2, 28.85, 30.94, None, 3.431),
+    "planned, 32-bit": (32, 1, ("rest", "embed_tokens"), 3, 24.58, 27.07, 90.8, 3.480),
+}
+
+
+def problem_and_plan(cell):
+    state_bits, resident, stem, weight_slots, *_ = CELLS[cell]
+    request = PlanRequest(
+        max_tokens=32 * 1024, fidelity=Fidelity.BALANCED, state_bits=state_bits, weight_slots=weight_slots
+    )
+    problem = build_problem(profile("7b"), HardwareProfile.load(H200), request)
+    lean = leanest_plan(problem)
+    units = tuple(replace(unit, **ON_GPU) if index < resident else unit for index, unit in enumerate(lean.units))
+    on_gpu = tuple(replace(unit, **ON_GPU) if unit.name.removeprefix("stem.") in stem else unit for unit in lean.stem)
+    return problem, replace(lean, units=units, stem=on_gpu)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_gpu_memory_is_the_measured_one(cell):
+    ledger = account(*problem_and_plan(cell))
+    *_, allocated_gib, reserved_gib, _, _ = CELLS[cell]
+    predicted = ledger.total_bytes()["gpu"]
+    allocated = predicted - ledger.gpu["head-room"] - ledger.gpu["reserve"]
+    assert allocated / GIB == pytest.approx(allocated_gib, rel=0.02)
+    # The budget holds what the allocator reserves and the context: never less, at most 5 % more.
+    held_gib = reserved_gib + CONTEXT_GIB
+    assert held_gib <= predicted / GIB <= 1.05 * held_gib
+    assert ledger.gpu["reserve"] == GPU_RESERVE_BYTES > CONTEXT_GIB * GIB
+    assert ledger.gpu["head-room"] == pytest.approx(FRAGMENTATION_FRAC * (allocated - rest_bytes(ledger)), rel=1e-6)
+
+
+def rest_bytes(ledger):
+    return sum(ledger.gpu[line] for line in ("units: weights and states", "stem: weights and states", "weight slots"))
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if CELLS[cell][6] is not None])
+def test_host_memory_is_the_measured_one(cell):
+    predicted_gib = account(*problem_and_plan(cell)).total_bytes()["cpu"] / GIB
+    measured_gib = CELLS[cell][6]
+    assert measured_gib <= predicted_gib <= 1.05 * measured_gib
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_step_time_is_the_measured_one(cell):
+    problem, plan = problem_and_plan(cell)
+    times = simulate(problem, plan)
+    assert times.step_s == pytest.approx(CELLS[cell][-1], rel=0.05)
+    assert times.compute_s == pytest.approx(2.935, rel=0.02)
