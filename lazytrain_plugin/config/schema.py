@@ -137,6 +137,14 @@ class PlanConfig:
         None,
         Rule(kind="string", nullable=True),
     )
+    adapt: bool = option(
+        "plan again, in the background, when steps show other rates than planned; weights move, results do not change",
+        True,
+        Rule(kind="bool"),
+    )
+    cache: bool = option(
+        "keep plans and measured rates in ~/.cache/lazytrain for the next run", True, Rule(kind="bool")
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -21,9 +21,11 @@ from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
 from lazytrain_plugin.integration.client_optimizer import make_adam, make_updater, optimizer_state_bits
 from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
 from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
+from lazytrain_plugin.integration.plan_watch import PlanWatch
 from lazytrain_plugin.integration.planning import Planner, count_tokens, nvme_tier
 from lazytrain_plugin.integration.watchdog import Watchdog
 from lazytrain_plugin.kernels import native
+from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime.discovery import discover
 from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.runtime.streamed_module import guarded_apply
@@ -49,6 +51,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.lazytrain: ExecutorState | None = None
+        self._window_begins = True
         config = hook.active_config() or hook.load_config(kwargs["config"])
         object.__setattr__(self, "_lazytrain_config", config)
         super().__init__(*args, dont_change_device=True, **kwargs)
@@ -121,8 +124,8 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             nvme=nvme_tier(config),
         )
         self._watchdog = Watchdog(config.watchdog_s, self.global_rank)
-        with self._watchdog.phase("placing weights"):
-            executor.place(self._planner.first_plan())
+        self._plan_watch = PlanWatch(executor, self.gradient_accumulation_steps())
+        self._place(executor, self._planner.first_plan())
         if config.fused_kernels and device.type == "cuda":
             fused.apply_fused_kernels(self.module, device)
         finish_at_exit(executor.worker)
@@ -145,12 +148,21 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         refuse_compiled(self._modules_around_units)
         if self.module.training and torch.is_grad_enabled():
             plan = self._planner.plan_for(count_tokens(inputs, kwargs))
+            if plan is None and self._window_begins:
+                plan = self._planner.better_plan()
             if plan is not None:
-                with self._watchdog.phase("placing weights"):
-                    executor.place(plan)
+                self._place(executor, plan)
+            self._window_begins = False
+        else:
+            self._plan_watch.disturb()
         executor.begin_forward()
         with self._watchdog.phase("forward"):
             return super().forward(*inputs, **kwargs)
+
+    def _place(self, executor: Executor, plan: PlacementPlan) -> None:
+        with self._watchdog.phase("placing weights"):
+            executor.place(plan)
+        self._plan_watch.plan_changed(plan, self._planner.predicted(plan))
 
     @functools.wraps(DeepSpeedEngine.backward)
     def backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +178,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
 
     @functools.wraps(CheckpointMixin.save_checkpoint)  # Trainer looks at signatures
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        self._plan_watch.disturb()
         with self._watchdog.phase("saving"):
             return super().save_checkpoint(*args, **kwargs)
 
@@ -192,6 +205,10 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
     def _take_model_step(self, lr_kwargs: Any) -> None:
         super()._take_model_step(lr_kwargs)
         fused.weights_changed(self.module)
+        self._window_begins = True
+        measured = self._plan_watch.step_ended()
+        if measured is not None:
+            self._planner.observe(measured)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -214,6 +231,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
 
     def destroy(self) -> None:
         if self.lazytrain is not None:
+            self._planner.close()
             release(self.module, self.lazytrain.executor)
         super().destroy()
 

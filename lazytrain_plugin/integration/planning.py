@@ -6,17 +6,23 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from lazytrain_plugin.config.schema import LazyTrainConfig
-from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.errors import LazyTrainError, PlanMismatchError
+from lazytrain_plugin.integration.plan_cache import PlanCache
+from lazytrain_plugin.integration.plan_watch import MeasuredStep
 from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, adamw_8bit, adamw_fp32
+from lazytrain_plugin.plan.background import BackgroundSolve
 from lazytrain_plugin.plan.planner import make_plan
+from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+from lazytrain_plugin.plan.simulate import StepTimes, simulate
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.profile.measure import measure_hardware
 from lazytrain_plugin.runtime.discovery import Discovery
@@ -26,6 +32,13 @@ from lazytrain_plugin.units import GIB, format_bytes
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
 logger = logging.getLogger(__name__)
+
+DRIFT_FRAC = 0.1
+"""How far a measured rate is from the planned one before it is worth a search."""
+SWAP_GAIN_FRAC = 0.03
+"""What another plan must gain, replayed with the measured rates, before weights are moved for it."""
+MOST_SWAPS = 2
+"""Per run: measurements are noisy, and moving costs a step or two."""
 
 
 class Planner:
@@ -49,6 +62,11 @@ class Planner:
         self._state_bits = state_bits
         self._accumulation_steps = accumulation_steps
         self._planned_tokens: int | None = None
+        self._request: PlanRequest | None = None
+        self._search: BackgroundSolve | None = None
+        self._current: PlacementPlan | None = None
+        self._swaps_left = MOST_SWAPS if config.plan.adapt else 0
+        self._cache = PlanCache(enabled=config.plan.cache)
         self._fixed = self._load_fixed_plan()
         if self._fixed is None:
             self._model_profile = extract_model_profile(
@@ -58,7 +76,9 @@ class Planner:
                 fused_kernels=config.fused_kernels and device.type == "cuda",
                 dtypes=dtypes,
             )
-            self._hardware = measure_hardware(device, cpu_update_parameters_per_s=measure_update_rate)
+            self._measured_hardware = measure_hardware(device, cpu_update_parameters_per_s=measure_update_rate)
+            self._hardware = self._measured_hardware
+            """As measured, or as steps of this model have shown it since."""
 
     def _load_fixed_plan(self) -> PlacementPlan | None:
         path = self._config.plan.path
@@ -69,9 +89,10 @@ class Planner:
         planned = {unit.name for unit in (*plan.units, *plan.stem)}
         if found != planned:
             missing, extra = sorted(found - planned), sorted(planned - found)
+            odd = [f"lacks {', '.join(missing[:3])}"] if missing else []
+            odd += [f"has {', '.join(extra[:3])}, which this model has not"] if extra else []
             raise PlanMismatchError(
-                f"{path} is not a plan of this model: it lacks {missing[:3]} and has {extra[:3]}; "
-                "make one with `lazytrain plan`"
+                f"{path} is not a plan of this model: it {' and '.join(odd)}; make one with `lazytrain plan`"
             )
         return plan
 
@@ -100,30 +121,99 @@ class Planner:
 
     def _plan(self, num_tokens: int) -> PlacementPlan:
         config = self._config
-        plan = make_plan(
-            self._model_profile,
-            self._hardware,
-            PlanRequest(
-                max_tokens=num_tokens,
-                gpu_budget_bytes=_bytes(config.gpu_memory_gib),
-                cpu_budget_bytes=_bytes(config.cpu_memory_gib),
-                fidelity=Fidelity(config.fidelity),
-                state_bits=self._state_bits,
-                accumulation_steps=self._accumulation_steps,
-            ),
-        )
         self._planned_tokens = num_tokens
+        self.close()  # a search for smaller batches is of no use
+        self._request = request = PlanRequest(
+            max_tokens=num_tokens,
+            gpu_budget_bytes=_bytes(config.gpu_memory_gib),
+            cpu_budget_bytes=_bytes(config.cpu_memory_gib),
+            fidelity=Fidelity(config.fidelity),
+            state_bits=self._state_bits,
+            accumulation_steps=self._accumulation_steps,
+        )
+        rates = self._cache.load_rates(self._model_profile, self._measured_hardware, num_tokens)
+        self._hardware = replace(self._measured_hardware, **rates)
+        found = self._cache.load_plan(self._model_profile, self._hardware, request)
+        plan = found or make_plan(self._model_profile, self._hardware, request)
+        if found is None:
+            self._cache.store_plan(self._model_profile, self._hardware, request, plan)
+        sources = (["found in the cache"] if found else []) + (
+            ["with rates that earlier steps showed"] if rates else []
+        )
+        self._announce(plan, f" ({', '.join(sources)})" if sources else "")
+        self._current = plan
+        return plan
+
+    def _announce(self, plan: PlacementPlan, remark: str) -> None:
         resident = sum(unit.weights == Tier.GPU for unit in plan.units)
         kept = sum(unit.activations == Activations.KEEP for unit in plan.units)
         logger.info(
-            "plan for %d tokens: %d of %d units on the GPU, %d keep their activations; peak %s",
-            num_tokens,
+            "plan for %d tokens%s: %d of %d units on the GPU, %d keep their activations; peak %s",
+            self._planned_tokens,
+            remark,
             resident,
             len(plan.units),
             kept,
-            ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in plan.predicted_bytes.items()),
+            ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in plan.predicted_bytes.items() if nbytes),
         )
+
+    # What steps show.
+
+    def predicted(self, plan: PlacementPlan) -> StepTimes | None:
+        """The replay of a plan that this planner made; None for one that the user fixed."""
+        if self._request is None:
+            return None
+        return simulate(build_problem(self._model_profile, self._hardware, self._request), plan)
+
+    def observe(self, measured: MeasuredStep) -> None:
+        """Takes over the rates of real steps; a search for a better plan starts where they are far from planned."""
+        predicted = self.predicted(self._current) if self._current is not None else None
+        if predicted is None or measured.compute_s <= 0:
+            return
+        hardware = self._hardware
+        rates = {"layer_flop_frac": min(1.0, hardware.layer_flop_frac * predicted.compute_s / measured.compute_s)}
+        if measured.update_parameters_per_s is not None:
+            name = f"cpu_update_{self._state_bits}bit_{'shared_' if hardware.has_gpu else ''}parameters_per_s"
+            rates[name] = measured.update_parameters_per_s
+        self._cache.store_rates(self._model_profile, self._measured_hardware, self._planned_tokens, rates)
+        drift = {name: rate / getattr(hardware, name) - 1 for name, rate in rates.items()}
+        self._hardware = replace(hardware, **rates)
+        # Without a GPU a plan decides only what is kept, and memory decides that.
+        if self._swaps_left and hardware.has_gpu and max(map(abs, drift.values())) > DRIFT_FRAC:
+            shown = ", ".join(f"{name} {change:+.0%}" for name, change in drift.items())
+            logger.info("steps are not as planned (%s): planning again in the background", shown)
+            self._search = BackgroundSolve(self._model_profile, self._hardware, self._request)
+
+    def better_plan(self) -> PlacementPlan | None:
+        """Once a search in the background is done: its plan, if that is worth moving weights for."""
+        if self._search is None:
+            return None
+        try:
+            plan = self._search.poll()
+        except LazyTrainError as error:
+            logger.warning("%s; the plan stays as it is", error)
+            self.close()
+            return None
+        if plan is None:
+            return None
+        self.close()
+        before_s, after_s = self.predicted(self._current).step_s, self.predicted(plan).step_s
+        if after_s > before_s * (1 - SWAP_GAIN_FRAC):
+            logger.info(
+                "the plan stays: the best for the measured rates would take %.3g s, not %.3g s", after_s, before_s
+            )
+            return None
+        self._swaps_left -= 1
+        self._cache.store_plan(self._model_profile, self._hardware, self._request, plan)
+        self._announce(plan, f", made again with measured rates ({after_s:.3g} s a step instead of {before_s:.3g} s)")
+        self._current = plan
         return plan
+
+    def close(self) -> None:
+        """Ends a search that is under way. Safe to call twice."""
+        if self._search is not None:
+            self._search.cancel()
+            self._search = None
 
     def _everything_on_the_cpu(self) -> PlacementPlan:
         stem_home = Tier.GPU if self._device.type == "cuda" else Tier.CPU

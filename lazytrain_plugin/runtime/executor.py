@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -331,7 +332,10 @@ class Executor:
         if unit.upload_event is not None:
             unit.upload_event.synchronize()
         with unit.home.states_in_memory(changes=True, write_now=True):
+            start_s = time.perf_counter()
             self.updater.update(unit, arrived, scalars)
+            self.worker.update_s += time.perf_counter() - start_s
+            self.worker.updated_parameters += sum(tensor.numel for tensor in arrived)
         if unit.home.on_gpu:
             streams = self.streams
             with streams.on(streams.h2d):

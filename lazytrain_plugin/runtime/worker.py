@@ -37,6 +37,10 @@ class UpdateWorker:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self.update_s = 0.0
+        """Time that optimizer updates took since the start, waits for their inputs not counted."""
+        self.updated_parameters = 0
+        """Parameters that they went over."""
         self._thread = threading.Thread(target=self._run, name="lazytrain-update", daemon=True)
         self._thread.start()
 

@@ -1,0 +1,126 @@
+"""The plan while training goes on: kept for the next run, compared with what is measured, changed between two steps."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from integration_tests import harness, models
+from integration_tests.cases import Placement, Work
+from integration_tests.harness import InOrderTrainer, assert_bit_equal, fresh_accelerate_state, make_plan
+from integration_tests.loops import make_trainer
+from lazytrain_plugin.integration import planning
+from lazytrain_plugin.integration.plan_watch import MeasuredStep
+from lazytrain_plugin.integration.planning import Planner
+from tests.plan import builders
+
+WORK = Work(model="llama", implementation="native", accumulation=2, max_norm=0.5)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_this_test(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def run(folder, device, block=None, **options):
+    model = harness.build_model(WORK.model, WORK.trained)
+    samples = models.make_samples(WORK.model, 64)
+    with fresh_accelerate_state():
+        trainer = make_trainer(
+            model, samples, folder, device, block={"optimizer": {"implementation": "native"}, **(block or {})},
+            trainer_class=InOrderTrainer, gradient_accumulation_steps=2, max_grad_norm=0.5, max_steps=8, **options,
+        )  # fmt: skip
+        found = harness.finish(trainer)
+        harness.close(found)
+        return found
+
+
+def test_weights_move_between_steps_and_no_bit_changes(device, tmp_path, monkeypatch, caplog):
+    """Three plans in one run, each put in place while gradients of the step before are being applied."""
+    expected = run(tmp_path / "plain", device)
+    swaps = {3: ("gpu", "keep"), 5: ("cpu", "recompute"), 6: ("mixed", "keep")}
+    windows = []
+
+    def better_plan(self):
+        windows.append(None)
+        if len(windows) not in swaps:
+            return None
+        homes, activations = swaps[len(windows)]
+        model = harness.build_model(WORK.model, WORK.trained)
+        return make_plan(model, Placement(homes=homes, activations=activations))
+
+    monkeypatch.setattr(Planner, "better_plan", better_plan)
+    got = run(tmp_path / "swapping", device)
+    assert len(windows) >= 7, "asked at the start of a window only, and of each"
+    assert_bit_equal(got.weights, expected.weights)
+    assert got.losses == expected.losses
+    assert got.grad_norms == expected.grad_norms
+
+
+def test_a_second_run_finds_its_plan_and_both_say_what_they_measure(device, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    texts = []
+    for name in ("first", "second"):
+        caplog.clear()
+        run(tmp_path / name, device)
+        texts.append(caplog.text)
+    assert "plan for 24 tokens: " in texts[0]
+    assert "plan for 24 tokens (with rates that earlier steps showed)" in texts[1]
+    for text in texts:
+        assert text.count("plan against measurement: step ") == 1
+    caplog.clear()
+    run(tmp_path / "third", device, block={"plan": {"cache": False}})
+    assert "plan for 24 tokens: " in caplog.text
+
+
+def made(monkeypatch, *, adapt=True):
+    """A planner of a described machine, with a plan, and no model at all."""
+    planner = object.__new__(Planner)
+    hardware = builders.hardware(matmul_flop_per_s=1e11)
+    planner.__dict__.update(
+        _model_profile=builders.model(4), _measured_hardware=hardware, _hardware=hardware, _state_bits=32,
+        _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, _request=None,
+        _config=SimpleNamespace(gpu_memory_gib=1.1, cpu_memory_gib=None, fidelity="exact"),
+        _cache=planning.PlanCache(),
+    )  # fmt: skip
+    return planner, planner._plan(512)
+
+
+def finished(planner):
+    while planner._search is not None and planner._search._process.wait():
+        pass
+    return planner.better_plan()
+
+
+def test_rates_as_planned_start_no_search(monkeypatch):
+    planner, plan = made(monkeypatch)
+    predicted = planner.predicted(plan)
+    planner.observe(MeasuredStep(step_s=1.0, compute_s=predicted.compute_s * 1.05, update_parameters_per_s=None))
+    assert planner._search is None and planner.better_plan() is None
+
+
+def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    planner, plan = made(monkeypatch)
+    before = planner.predicted(plan)
+    rate = planner._hardware.cpu_update_parameters_per_s(32) / 50
+    planner.observe(MeasuredStep(step_s=1.0, compute_s=before.compute_s, update_parameters_per_s=rate))
+    assert "planning again in the background" in caplog.text
+    better = finished(planner)
+    on_cpu = lambda p: sum(unit.updater == "cpu" for unit in (*p.units, *p.stem))  # noqa: E731
+    assert on_cpu(plan) > 0, "else the test asks for nothing"
+    assert better is not None and on_cpu(better) < on_cpu(plan)
+    assert planner.predicted(better).step_s < 0.97 * planner.predicted(plan).step_s
+    # The next run of this model starts from what was measured.
+    again, _ = made(monkeypatch)
+    assert again._hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
+    planner.close()
+
+
+def test_adaptation_can_be_switched_off(monkeypatch):
+    planner, plan = made(monkeypatch, adapt=False)
+    compute_s = planner.predicted(plan).compute_s
+    planner.observe(MeasuredStep(step_s=1.0, compute_s=3 * compute_s, update_parameters_per_s=1.0))
+    assert planner._search is None

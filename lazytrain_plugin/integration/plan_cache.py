@@ -1,0 +1,106 @@
+"""Plans of earlier runs, and what those runs measured, in `~/.cache/lazytrain`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from lazytrain_plugin.errors import LazyTrainError
+from lazytrain_plugin.plan.check import check_plan
+from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.plan.result import SCHEMA_VERSION, PlacementPlan
+from lazytrain_plugin.profile._json import digest_of
+from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.profile.model import ModelProfile
+from lazytrain_plugin.units import GIB
+
+logger = logging.getLogger(__name__)
+
+CACHE_VERSION = 1
+"""Part of every key: raise it when the planner finds other plans for the same question."""
+FREE_MEMORY_GRAIN_BYTES = GIB // 4
+"""Free memory differs a little from run to run; plans are looked up by what is surely free."""
+
+
+class PlanCache:
+    """One folder of plans. Wrong, stale and unreadable entries are as good as none; writes are atomic.
+
+    Args:
+        folder: None: `~/.cache/lazytrain`.
+        enabled: False: finds nothing and keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None = None, *, enabled: bool = True) -> None:
+        self._folder = folder or Path.home() / ".cache" / "lazytrain"
+        self._enabled = enabled
+
+    def load_plan(self, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> PlacementPlan | None:
+        """A plan that was made for the same question, and that fits what is free now."""
+        text = self._read(self._plan_path(model, hardware, request))
+        if text is None:
+            return None
+        try:
+            plan = PlacementPlan.from_json(text)
+            check_plan(plan, model, hardware, request)
+        except LazyTrainError as error:
+            logger.debug("a cached plan is not used: %s", error)
+            return None
+        return plan
+
+    def store_plan(
+        self, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest, plan: PlacementPlan
+    ) -> None:
+        self._write(self._plan_path(model, hardware, request), plan.to_json())
+
+    def load_rates(self, model: ModelProfile, hardware: HardwareProfile, max_tokens: int) -> dict[str, float]:
+        """Fields of `HardwareProfile` as steps of this model have measured them; {} if none has."""
+        text = self._read(self._rates_path(model, hardware, max_tokens))
+        try:
+            rates = json.loads(text) if text is not None else {}
+            replace(hardware, **rates)  # refuses unknown names and impossible values
+        except (ValueError, TypeError, LazyTrainError):
+            return {}
+        return rates
+
+    def store_rates(
+        self, model: ModelProfile, hardware: HardwareProfile, max_tokens: int, rates: dict[str, float]
+    ) -> None:
+        self._write(self._rates_path(model, hardware, max_tokens), json.dumps(rates, indent=1) + "\n")
+
+    def _plan_path(self, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> Path:
+        grain = FREE_MEMORY_GRAIN_BYTES
+        rounded = replace(
+            hardware,
+            gpu_free_bytes=hardware.gpu_free_bytes // grain * grain,
+            cpu_free_bytes=max(1, hardware.cpu_free_bytes // grain * grain),
+        )
+        question = repr(sorted(asdict(request).items(), key=lambda item: item[0]))
+        return self._folder / f"plan-{self._key(model, rounded, question)}.json"
+
+    def _rates_path(self, model: ModelProfile, hardware: HardwareProfile, max_tokens: int) -> Path:
+        machine = [hardware.name, hardware.cpu_threads, hardware.source]
+        return self._folder / f"observed-{self._key(model, None, [machine, max_tokens])}.json"
+
+    @staticmethod
+    def _key(model: ModelProfile, hardware: HardwareProfile | None, more: object) -> str:
+        return digest_of([CACHE_VERSION, SCHEMA_VERSION, model.digest, hardware and hardware.digest, more])
+
+    def _read(self, path: Path) -> str | None:
+        try:
+            return path.read_text() if self._enabled else None
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def _write(self, path: Path, text: str) -> None:
+        if not self._enabled:
+            return
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text)
+            temporary.replace(path)
+        except OSError as error:
+            logger.warning("%s can't be kept in %s (%s): it is found again next time", path.stem, path.parent, error)

@@ -1,0 +1,89 @@
+"""Plans of earlier runs are found again for the same question only, and never where they no longer fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from lazytrain_plugin.integration.plan_cache import PlanCache
+from lazytrain_plugin.plan.planner import make_plan
+from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.units import MIB
+from tests.plan import builders
+
+MODEL, HARDWARE, REQUEST = builders.model(3), builders.hardware(), PlanRequest(max_tokens=512)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    cache = PlanCache(tmp_path)
+    cache.store_plan(MODEL, HARDWARE, REQUEST, make_plan(MODEL, HARDWARE, REQUEST))
+    return cache
+
+
+def test_the_same_question_finds_its_plan(cache):
+    assert cache.load_plan(MODEL, HARDWARE, REQUEST) == make_plan(MODEL, HARDWARE, REQUEST)
+    # Free memory differs a little from run to run.
+    a_little_less = replace(HARDWARE, cpu_free_bytes=HARDWARE.cpu_free_bytes + 3 * MIB)
+    assert cache.load_plan(MODEL, a_little_less, REQUEST) is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "request_"),
+    [
+        (builders.model(4), HARDWARE, REQUEST),
+        (MODEL, replace(HARDWARE, layer_flop_frac=0.5), REQUEST),
+        (MODEL, HARDWARE, PlanRequest(max_tokens=513)),
+        (MODEL, HARDWARE, PlanRequest(max_tokens=512, fidelity="balanced")),
+        (MODEL, HARDWARE, PlanRequest(max_tokens=512, gpu_budget_bytes=2**31)),
+        (MODEL, HARDWARE, PlanRequest(max_tokens=512, accumulation_steps=2)),
+    ],
+)
+def test_another_question_finds_nothing(cache, model, hardware, request_):
+    assert cache.load_plan(model, hardware, request_) is None
+
+
+def test_a_plan_that_no_longer_fits_is_not_used(tmp_path):
+    tight = replace(HARDWARE, cpu_free_bytes=HARDWARE.cpu_free_bytes)
+    cache = PlanCache(tmp_path)
+    plan = make_plan(MODEL, tight, REQUEST)
+    cache.store_plan(MODEL, tight, REQUEST, plan)
+    (path,) = tmp_path.glob("plan-*.json")
+    used = plan.predicted_bytes["cpu"]
+    for free_bytes, found in ((used, True), (used - 1, False)):
+        machine = replace(tight, cpu_free_bytes=free_bytes)
+        path.rename(cache._plan_path(MODEL, machine, REQUEST))
+        path = cache._plan_path(MODEL, machine, REQUEST)
+        assert (cache.load_plan(MODEL, machine, REQUEST) is not None) == found
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"schema_version": 1}', "\udcff"])
+def test_a_broken_entry_is_as_good_as_none(cache, tmp_path, text):
+    (path,) = tmp_path.glob("plan-*.json")
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert cache.load_plan(MODEL, HARDWARE, REQUEST) is None
+
+
+def test_a_folder_that_can_not_be_written_is_said_and_no_error(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    cache = PlanCache(tmp_path / "file" / "folder")
+    cache.store_plan(MODEL, HARDWARE, REQUEST, make_plan(MODEL, HARDWARE, REQUEST))
+    assert "can't be kept" in caplog.text
+    assert cache.load_plan(MODEL, HARDWARE, REQUEST) is None
+
+
+def test_switched_off(tmp_path):
+    cache = PlanCache(tmp_path, enabled=False)
+    cache.store_plan(MODEL, HARDWARE, REQUEST, make_plan(MODEL, HARDWARE, REQUEST))
+    assert cache.load_plan(MODEL, HARDWARE, REQUEST) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_measured_rates_are_kept_per_model_and_checked(tmp_path):
+    cache = PlanCache(tmp_path)
+    assert cache.load_rates(MODEL, HARDWARE, 512) == {}
+    cache.store_rates(MODEL, HARDWARE, 512, {"layer_flop_frac": 0.5})
+    assert cache.load_rates(MODEL, HARDWARE, 512) == {"layer_flop_frac": 0.5}
+    assert cache.load_rates(MODEL, HARDWARE, 513) == cache.load_rates(builders.model(4), HARDWARE, 512) == {}
+    for wrong in ({"layer_flop_frac": 2.0}, {"a_rate_of_an_older_version": 1.0}):
+        cache.store_rates(MODEL, HARDWARE, 512, wrong)
+        assert cache.load_rates(MODEL, HARDWARE, 512) == {}
