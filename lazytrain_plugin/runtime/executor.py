@@ -88,7 +88,7 @@ class Executor:
         native = isinstance(updater, NativeAdamW)
         self._norm = TorchNorm() if not native else LaneNorm(len(self.trained_tensors), device)
         self._sink = GradientSink(self.streams, self.worker, self._norm)
-        self._nvme = NvmeStores(nvme, native=native)
+        self._nvme = NvmeStores(nvme, native=native, pin=self.streams.is_cuda)
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         groups = self.optimizer.param_groups if self.optimizer is not None and self.updater is not None else []
@@ -138,6 +138,7 @@ class Executor:
                 before.release()
             unit.home = home
             unit.point_home()
+            home.let_go()
         self._nvme.end(self.all_units)
         if before_first := self.plan is None:
             self._install()
@@ -213,15 +214,16 @@ class Executor:
         ahead = self._num_slots - 1
         if backward:
             before = bisect.bisect_left(self._streamed_positions, self._position[unit])
-            window = self._streamed[max(before - ahead, 0) : before][::-1]
+            upcoming = self._streamed[:before][::-1]
         else:
             after = bisect.bisect_right(self._streamed_positions, self._position[unit])
-            window = self._streamed[after : after + ahead]
+            upcoming = self._streamed[after:]
+        window = upcoming[:ahead]
         needed = frozenset((unit, *window))
-        for upcoming in window:
-            ready = upcoming.update_ticket is None or upcoming.update_ticket.done
-            if ready:
-                self._slots.prefetch(upcoming, needed)
+        for soon in window:
+            if soon.update_ticket is None or soon.update_ticket.done:
+                self._slots.prefetch(soon, needed)
+        self._nvme.read_weights_ahead(soon for soon in upcoming if not self._slots.holds(soon))
 
     def settle(self, unit: Unit) -> None:
         """Waits until the unit's last update is done and visible to the compute stream."""
@@ -331,11 +333,13 @@ class Executor:
         unit.gradient_event.synchronize()
         if unit.upload_event is not None:
             unit.upload_event.synchronize()
+        self._nvme.before_update(unit)
         with unit.home.states_in_memory(changes=True, write_now=True):
             start_s = time.perf_counter()
             self.updater.update(unit, arrived, scalars)
             self.worker.update_s += time.perf_counter() - start_s
             self.worker.updated_parameters += sum(tensor.numel for tensor in arrived)
+        unit.home.let_go()
         if unit.home.on_gpu:
             streams = self.streams
             with streams.on(streams.h2d):
@@ -348,6 +352,8 @@ class Executor:
         """The unit's weights at home were changed by hand: its copy in a slot is stale."""
         if self._slots is not None:
             self._slots.drop(unit)
+        if unit.home.nvme_weights is not None:
+            unit.home.nvme_weights.forget_staged()
 
     def flush(self) -> None:
         """Waits until every update is done and every parameter shows its new value; takes changed weights over."""

@@ -16,6 +16,7 @@ from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.nvme.states import NvmeStates
 from lazytrain_plugin.runtime.nvme.stores import NvmeStores
+from lazytrain_plugin.runtime.nvme.weights import NvmeWeights
 from lazytrain_plugin.runtime.state_layout import CODEC, MOMENTS, state_flats
 from lazytrain_plugin.vocab import Tier, Updater
 
@@ -41,7 +42,12 @@ class UnitHome:
         pin = device.type == "cuda"
         trained = layout.state_numel > 0
         needs_host_weights = not self.on_gpu or (trained and not self.updates_on_gpu)
-        self.host_buffer = HostBuffer(layout.weight_bytes, pin=pin) if needs_host_weights else None
+        self.nvme_weights: NvmeWeights | None = None
+        if plan.weights == Tier.NVME:
+            self.nvme_weights = nvme.weights(layout.weight_bytes, what=f"weights of {plan.name}")
+        self.host_buffer = self.nvme_weights
+        if needs_host_weights and self.host_buffer is None:
+            self.host_buffer = HostBuffer(layout.weight_bytes, pin=pin)
         self.host_weights = self.host_buffer.tensor(torch.uint8, 0, layout.weight_bytes) if needs_host_weights else None
         # A storage per tensor: nothing is streamed as one here, and `torch.save` writes whole storages.
         self.gpu_weights = {
@@ -256,11 +262,17 @@ class UnitHome:
 
     def for_each_host_buffer(self, action: Callable[[HostBuffer], None]) -> None:
         for buffer in (self.host_buffer, self.gradient_buffer, *self.state_buffers):
-            if buffer is not None:
+            if isinstance(buffer, HostBuffer):  # not a mapped file
                 action(buffer)
 
     def release(self) -> None:
         """Gives page locks and disk space back. Views that the model still holds stay readable."""
         self.for_each_host_buffer(HostBuffer.unpin)
-        if self.nvme_states is not None:
-            self.nvme_states.close()
+        for stored in (self.nvme_states, self.nvme_weights):
+            if stored is not None:
+                stored.close()
+
+    def let_go(self) -> None:
+        """Weights on NVMe were changed: to the disk with them, and out of memory, in the background."""
+        if self.nvme_weights is not None:
+            self.nvme_weights.let_go()

@@ -45,10 +45,12 @@ class HostBuffer:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
-    def read_into(self, device_flat: torch.Tensor) -> None:
-        """Starts copying the whole buffer to the front of a uint8 tensor on the device."""
+    def read_into(self, device_flat: torch.Tensor, nbytes: int | None = None) -> None:
+        """Starts copying the buffer (or its first `nbytes`) to the front of a uint8 tensor on the device."""
         for start, end in self._spans:
-            device_flat[start:end].copy_(self._bytes[start:end], non_blocking=True)
+            end = min(end, self.nbytes if nbytes is None else nbytes)
+            if start < end:
+                device_flat[start:end].copy_(self._bytes[start:end], non_blocking=True)
 
     def write(self, offset_bytes: int, source: torch.Tensor) -> None:
         """Starts copying a uint8 tensor on the device into the buffer at `offset_bytes`."""

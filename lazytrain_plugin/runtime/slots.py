@@ -73,7 +73,8 @@ class WeightSlots:
 
     def prefetch(self, unit: Unit, needed: frozenset[Unit]) -> None:
         """Starts the unit's transfer if a slot is free of `needed` units; never blocks the host."""
-        if unit not in self._holding:
+        on_disk = unit.home.nvme_weights is not None and not unit.home.nvme_weights.staged
+        if unit not in self._holding and not on_disk:
             self._fill(unit, needed)
 
     def release(self, slot: WeightSlot) -> None:
@@ -105,6 +106,8 @@ class WeightSlots:
             streams.wait(streams.h2d, slot.last_use)
             unit.home.host_buffer.read_into(slot.flat)
         slot.ready = unit.upload_event = streams.record(streams.h2d)
+        if unit.home.nvme_weights is not None:
+            unit.home.nvme_weights.uploaded(slot.ready)
         slot.unit = unit
         self._holding[unit] = slot
         return slot

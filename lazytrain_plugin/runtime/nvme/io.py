@@ -36,6 +36,8 @@ class Kind(IntEnum):
     WRITE = 1
     WRITE_BACK = 2
     """What was written through the page cache goes to the disk and out of the cache."""
+    WARM = 3
+    """Into the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ class IoEngine:
 
 def storage_error(code: int, path: str, kind: Kind, offset: int, nbytes: int) -> StorageError:
     """What went wrong with one block, what the disk has, and what to do."""
-    verb = "reading" if kind == Kind.READ else "writing"
+    verb = "reading" if kind in (Kind.READ, Kind.WARM) else "writing"
     where = f"{verb} {format_bytes(nbytes)} at {offset / MIB:.1f} MiB of {path}"
     resume = "then resume from the last checkpoint"
     if code == _CHECKSUM:

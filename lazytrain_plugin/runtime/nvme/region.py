@@ -45,7 +45,8 @@ class Region:
         self._block_bytes = block_bytes
         self._num_blocks = -(-self.padded_bytes // block_bytes)
         self._checksums = (ctypes.c_uint64 * self._num_blocks)() if direct else None
-        self._under_way: Job | None = None
+        self._jobs: list[Job] = []
+        """Under way, or lately done."""
         self.files: list[tuple[RunFolder, int, str]] = []
         """(folder, descriptor, path) per folder."""
         try:
@@ -64,8 +65,8 @@ class Region:
 
     @property
     def busy(self) -> bool:
-        """Whether a read or write of it is under way."""
-        return self._under_way is not None and not self._under_way.done
+        """Whether a read would wait for something that is under way."""
+        return self._direct and not all(job.done for job in self._jobs)
 
     def read(self, address: int, keep) -> Job:
         """Starts reading all of it to `address`; waits for a write that is under way."""
@@ -75,13 +76,18 @@ class Region:
         """Starts writing all of it from `address`; waits for what is under way. The memory must not change yet."""
         return self._start(Kind.WRITE, address, keep)
 
-    def write_back(self) -> Job:
-        """Starts bringing it to the disk and out of the page cache (not for `direct` regions)."""
-        return self._start(Kind.WRITE_BACK, 0, None)
+    def warm(self) -> Job:
+        """Starts bringing it into the page cache (not for `direct` regions)."""
+        return self._start(Kind.WARM, 0, None)
+
+    def write_back(self, mapping_address: int, keep) -> Job:
+        """Starts bringing it to the disk and out of the page cache, where the mapping holds it (not for `direct`)."""
+        return self._start(Kind.WRITE_BACK, mapping_address, keep)
 
     def _start(self, kind: Kind, address: int, keep) -> Job:
-        self.wait()
-        verb = {Kind.READ: "reading", Kind.WRITE: "writing", Kind.WRITE_BACK: "writing back"}[kind]
+        if self._direct:
+            self.wait()  # otherwise the page cache puts requests in order
+        verb = "reading" if kind in (Kind.READ, Kind.WARM) else "writing"
         requests, num_files = [], len(self.files)
         # What is mapped is written back by a job of its own, so that a write is visible as soon as it can be.
         drop = not self._past_the_cache and (self._direct or kind == Kind.READ)
@@ -92,19 +98,20 @@ class Region:
                     fd=self.files[block % num_files][1],
                     kind=kind,
                     offset=block // num_files * self._block_bytes,
-                    address=address + block * self._block_bytes,
+                    address=address + block * self._block_bytes if address else 0,
                     nbytes=self._size(block),
                     checksum=None if checksums is None else checksums + 8 * block,
                     drop_from_cache=drop,
                 )
             )
-        self._under_way = self._engine.submit(requests, keep=(keep, self._checksums), what=f"{verb} {self.what}")
-        return self._under_way
+        job = self._engine.submit(requests, keep=(keep, self._checksums), what=f"{verb} {self.what}")
+        self._jobs = [*(earlier for earlier in self._jobs if not earlier.done), job]
+        return job
 
     def wait(self) -> None:
         """Returns when nothing is under way. Raises StorageError for what failed."""
-        if self._under_way is not None:
-            self._under_way.wait()
+        for job in self._jobs:
+            job.wait()
 
     def close(self) -> None:
         """Gives its space back. Nothing may be under way."""

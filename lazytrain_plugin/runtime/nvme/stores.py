@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.runtime.nvme.region import padded
 from lazytrain_plugin.runtime.nvme.staging import Staging
 from lazytrain_plugin.runtime.nvme.states import NvmeStates, lay_out_parts
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
+from lazytrain_plugin.runtime.nvme.weights import NvmeWeights, WeightStaging
 from lazytrain_plugin.runtime.state_layout import state_flats
 from lazytrain_plugin.vocab import Tier
 
@@ -25,13 +29,19 @@ class NvmeStores:
     Args:
         tier: None where no folder is configured.
         native: whether the update kernels keep the states.
+        pin: whether weights go on to a GPU.
     """
 
-    def __init__(self, tier: NvmeTier | None, *, native: bool) -> None:
+    def __init__(self, tier: NvmeTier | None, *, native: bool, pin: bool) -> None:
         self.tier = tier
         self._native = native
+        self._pin = pin
         self._staging: Staging | None = None
-        self._before: Staging | None = None
+        self._weights: WeightStaging | None = None
+        self._before: list[Staging | WeightStaging | None] = []
+        self._num_slots = 0
+        self._to_warm: deque[NvmeWeights] = deque()
+        self._warming = threading.Lock()
 
     def begin(self, plan: PlacementPlan, units: Iterable[Unit]) -> None:
         """Before homes are made for `plan`: buffers of the right size. Homes of the plan before keep theirs till `end`.
@@ -39,7 +49,7 @@ class NvmeStores:
         Raises:
             PlanMismatchError: the plan wants something on NVMe that can't rest there.
         """
-        largest_bytes = 0
+        largest_bytes = largest_weight_bytes = 0
         for unit in units:
             unit_plan = plan.unit(unit.name)
             if Tier.NVME in (unit_plan.weights, unit_plan.states, unit_plan.gradients):
@@ -47,11 +57,17 @@ class NvmeStores:
             if unit_plan.states == Tier.NVME and unit.trained:
                 flats = state_flats(unit.layout, unit_plan, native=self._native)
                 largest_bytes = max(largest_bytes, lay_out_parts(flats)[1])
+            if unit_plan.weights == Tier.NVME:
+                largest_weight_bytes = max(largest_weight_bytes, padded(unit.layout.weight_bytes))
         if self._staging is not None:
             self._staging.drain()
-        self._before = self._staging
+        self._before = [self._staging, self._weights]
+        self._num_slots = plan.nvme_slots
         # Updates read and write host memory: nothing here goes on to a GPU, so nothing is page-locked.
         self._staging = Staging(plan.nvme_slots, largest_bytes, pin=False) if largest_bytes else None
+        self._weights = None
+        if largest_weight_bytes:
+            self._weights = WeightStaging(plan.nvme_slots, largest_weight_bytes, pin=self._pin)
 
     def _check(self, unit_plan) -> None:
         if self.tier is None:
@@ -73,25 +89,66 @@ class NvmeStores:
         """Makes room for one unit's states. Raises StorageError if there is none."""
         return NvmeStates(self.tier, self._staging, flats, what=what)
 
+    def weights(self, nbytes: int, *, what: str) -> NvmeWeights:
+        """Makes room for one unit's weights. Raises StorageError if there is none."""
+        return NvmeWeights(self.tier, self._weights, nbytes, what=what)
+
     def end(self, units: Iterable[Unit]) -> None:
         """After everything moved to the new plan's homes."""
         for unit in units:
             if unit.home.nvme_states is not None:
                 unit.home.nvme_states.staging = self._staging
-        if self._before is not None:
-            self._before.close()
-            self._before = None
+            if unit.home.nvme_weights is not None:
+                unit.home.nvme_weights.staging = self._weights
+        self._close_before()
+
+    def _close_before(self) -> None:
+        for staging in self._before:
+            if staging is not None:
+                staging.close()
+        self._before = []
 
     def read_ahead(self, units: Iterable[Unit]) -> None:
         """Updates follow in this order: their states come in as far as there are buffers."""
+        units = list(units)
         if self._staging is not None:
             self._staging.read_ahead([u.home.nvme_states for u in units if u.home.nvme_states is not None])
+        with self._warming:
+            self._to_warm = deque(u.home.nvme_weights for u in units if u.home.nvme_weights is not None)
+            self._warm()
+
+    def before_update(self, unit: Unit) -> None:
+        """On the update thread: the unit's weights are in memory; those of the next come in meanwhile."""
+        weights = unit.home.nvme_weights
+        if weights is not None:
+            with self._warming:
+                if self._to_warm and self._to_warm[0] is weights:
+                    self._to_warm.popleft()
+                self._warm()
+            weights.wait_until_warm()
+
+    def _warm(self) -> None:
+        for weights in list(self._to_warm)[: self._num_slots]:
+            weights.warm()
+
+    def read_weights_ahead(self, units: Iterable[Unit]) -> None:
+        """These units run next, in this order: their weights come in as far as there are buffers, up to the first whose
+        update is still to come."""
+        if self._weights is None:
+            return
+        upcoming: list[NvmeWeights] = []
+        for unit in units:
+            pending = unit.update_ticket is not None and not unit.update_ticket.done
+            if pending or len(upcoming) == self._num_slots:
+                break
+            if unit.home.nvme_weights is not None:
+                upcoming.append(unit.home.nvme_weights)
+        self._weights.buffers.read_ahead(upcoming)
 
     def close(self) -> None:
         """Ends the I/O threads, and removes the folders."""
         if self.tier is not None:
             self.tier.close()
-        for staging in (self._staging, self._before):
-            if staging is not None:
-                staging.close()
-        self._staging = self._before = None
+        self._before += [self._staging, self._weights]
+        self._staging = self._weights = None
+        self._close_before()

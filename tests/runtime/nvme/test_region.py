@@ -263,7 +263,7 @@ def test_the_hash_sees_every_byte_and_the_length():
 
 
 def test_an_interrupt_gets_through_while_waiting(disk):
-    tier = NvmeTier([disk], delay_s=3.0)
+    tier = NvmeTier([disk], delay_s=1.5)
     region = tier.region(4 * KIB, what="thing")
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), 2))
     timer.start()
