@@ -42,7 +42,7 @@ class Capabilities:
         )
 
 
-RUNTIME_CAPABILITIES = Capabilities()
+RUNTIME_CAPABILITIES = Capabilities(offloaded_boundaries=True)
 """What the executor of this version carries out."""
 
 
