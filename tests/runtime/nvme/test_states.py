@@ -195,13 +195,14 @@ def test_a_checkpoint_passes_through(disk, tmp_path, state_bits, direction):
     straight.close()
 
 
-@pytest.mark.parametrize("problem", ["no folder", "gradients", "own optimizer"])
+@pytest.mark.parametrize("problem", ["no folder", "gradients", "boundary", "saved", "own optimizer"])
 def test_what_cannot_rest_there_is_refused_with_the_remedy(disk, problem):
     model = make_model(2)
     plan = on_nvme(plan_for(model))
-    if problem == "gradients":
-        plan = plan.with_units(gradients=Tier.NVME)
-    says = {"no folder": "nvme_path", "gradients": "put them on the CPU", "own optimizer": "native"}[problem]
+    if problem in ("gradients", "boundary", "saved"):
+        plan = plan.with_units(**{problem: Tier.NVME})
+    says = {"no folder": "nvme_path", "gradients": "put them on the CPU", "own optimizer": "native"}
+    says = says.get(problem, "activations on NVMe are not supported")
     with pytest.raises(PlanMismatchError, match=says):
         make_executor(
             model, plan, native=problem != "own optimizer", nvme=None if problem == "no folder" else NvmeTier([disk])
