@@ -301,3 +301,15 @@ def assert_bit_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         if got[name].dtype != value.dtype or not torch.equal(got[name], value)
     }
     assert not different, f"{len(different)} of {len(expected)} differ: {dict(list(different.items())[:6])}"
+
+
+def assert_close_on_gpu(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Kernels that round differently: all weights together are within 1e-4 of their length.
+
+    Not element by element: where the true gradient is nearly zero, Adam makes a step of its rounding.
+    """
+    assert got.keys() == expected.keys()
+    square = lambda values: sum(value.double().square().sum().item() for value in values)  # noqa: E731
+    assert square(got[name].double() - value.double() for name, value in expected.items()) <= 1e-8 * square(
+        expected.values()
+    )

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from integration_tests import harness, models
-from integration_tests.harness import InOrderTrainer, assert_bit_equal, fresh_accelerate_state
+from integration_tests.harness import InOrderTrainer, assert_bit_equal, assert_close_on_gpu, fresh_accelerate_state
 from integration_tests.loops import (
     MIXED,
     STREAMED,
@@ -62,8 +62,7 @@ def assert_same_weights(got, expected, device):
     if device == "cpu":
         assert_bit_equal(got, expected)
     else:
-        for name, value in expected.items():
-            torch.testing.assert_close(got[name], value, rtol=0, atol=1e-4)
+        assert_close_on_gpu(got, expected)
 
 
 # S-23 and plain Accelerate loops.

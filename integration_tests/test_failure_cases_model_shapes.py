@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from integration_tests import harness, models
-from integration_tests.harness import assert_bit_equal, fresh_accelerate_state
+from integration_tests.harness import assert_bit_equal, assert_close_on_gpu, fresh_accelerate_state
 from integration_tests.loops import (
     KEPT,
     MIXED,
@@ -236,8 +236,7 @@ def _trainer_parity(make_model, placement, folder, device, samples=None, exact=T
         assert run.losses == plain.losses
     else:
         assert run.losses == pytest.approx(plain.losses, rel=1e-5)
-        for name, value in plain.weights.items():
-            torch.testing.assert_close(run.weights[name], value, rtol=0, atol=1e-4)
+        assert_close_on_gpu(run.weights, plain.weights)
     return run
 
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from integration_tests import harness, models
-from integration_tests.harness import assert_bit_equal, fresh_accelerate_state
+from integration_tests.harness import assert_bit_equal, assert_close_on_gpu, fresh_accelerate_state
 from integration_tests.loops import (
     MIXED,
     RESIDENT,
@@ -60,8 +60,7 @@ def assert_same_run(got: harness.Run, expected: harness.Run, device: str) -> Non
     else:
         assert got.losses == pytest.approx(expected.losses, rel=1e-5)
         assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
-        for name, value in expected.weights.items():
-            torch.testing.assert_close(got.weights[name], value, rtol=0, atol=1e-4)
+        assert_close_on_gpu(got.weights, expected.weights)
 
 
 # S-18, S-21: accumulation and loss scaling.

@@ -46,7 +46,7 @@ def test_matrix(case: Case, device: str, tmp_path_factory: pytest.TempPathFactor
             assert run.losses == reference.losses
             if case.work.dtype == "fp32":
                 assert run.grad_norms == reference.grad_norms
-        elif case.work.dtype == "bf16" and not _sums_as_torch_does(case.work):
+        elif case.work.dtype == "bf16" and (device != "cpu" or not _sums_as_torch_does(case.work)):
             fp32 = plain(replace(case.work, implementation="torch", dtype="fp32"), folder, device)
             assert_no_further_from_fp32(run, reference, fp32, case.work)
         else:
@@ -75,7 +75,7 @@ def assert_same_training(run: Run, reference: Run, work: Work) -> None:
 
 
 def assert_no_further_from_fp32(run: Run, reference: Run, fp32: Run, work: Work) -> None:
-    """Where bf16 gradients are summed in another order, neither order is right: fp32 training says how far each is."""
+    """Where bf16 is summed in another order or by fused kernels, neither is right: fp32 says how far off each is."""
     got, expected, truth = (_trained_weights(work, r.weights) for r in (run, reference, fp32))
     assert _distance(got, truth) <= 1.1 * _distance(expected, truth)
 

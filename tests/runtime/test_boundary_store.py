@@ -50,10 +50,10 @@ def test_same_bits_as_plain_torch(device, slots, home, keep, delay_s):
     executor = make_executor(model, plan, device=device, transfer_delay_s=delay_s)
     norms = train(executor, steps, max_norm=0.5)
     executor.close()
-    if device == "cpu" or home == "gpu":
+    if device == "cpu":
         assert_same_weights(model, reference)
         assert norms == expected_norms
-    else:  # torch's own update rounds differently on the CPU: compare with the same homes, inputs on the device
+    else:  # torch updates many tensors at once there, and rounds differently: compare with inputs on the device
         torch.manual_seed(0)
         other = Model(num_layers=5).to(device)
         executor = make_executor(other, plan_for(other, device=device, home=home, keep=keep), device=device)
