@@ -103,7 +103,7 @@ def _search(problem: PlacementProblem) -> tuple[PlacementPlan, float] | None:
     best: tuple[PlacementPlan, float] | None = None
     num_units = len(problem.units)
     stride = max(1, num_units // COARSE_COUNTS)
-    for variant in _variants(problem):
+    for variant in _promising(problem, _variants(problem)):
         for stem_on_gpu in range(len(problem.stem) + 1):
             best_count, best_count_s = None, float("inf")
             coarse = {*range(0, num_units + 1, stride), num_units}
@@ -124,6 +124,25 @@ def _search(problem: PlacementProblem) -> tuple[PlacementPlan, float] | None:
                         if best is None or step_s < best[1] * (1 - WORTHWHILE_FRAC):
                             best = (plan, step_s)
     return best
+
+
+def _promising(problem: PlacementProblem, variants: list[_Layout]) -> list[_Layout]:
+    """The two that look fastest at a few numbers of resident units; all of them where there are no more."""
+    if len(variants) <= 2:
+        return variants
+    num_units = len(problem.units)
+    ranked: list[tuple[float, int]] = []
+    for index, variant in enumerate(variants):
+        times_s = [float("inf")]
+        for count in sorted({num_units * quarter // 4 for quarter in range(5)}):
+            for stem in (0, len(problem.stem)):
+                plan = _plan(problem, replace(variant, stem_on_gpu=stem, resident=_first(count)))
+                if fits(problem, plan):
+                    times_s.append(simulate(problem, _save_what_fits(problem, plan), steps=2).step_s)
+        ranked.append((min(times_s), index))
+    if all(step_s == float("inf") for step_s, _ in ranked):
+        return variants
+    return [variants[index] for _, index in sorted(ranked)[:2]]
 
 
 def _variants(problem: PlacementProblem) -> list[_Layout]:

@@ -10,7 +10,7 @@ import highspy
 from lazytrain_plugin.plan.capacity import offloaded_mib
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
-from lazytrain_plugin.plan.timing_forward import has_streams, loss_ms, stem_indices
+from lazytrain_plugin.plan.timing_forward import has_streams, last_sent_ms, loss_ms, stem_indices
 from lazytrain_plugin.plan.variables import Expression, Variables
 from lazytrain_plugin.units import MIB
 
@@ -103,7 +103,18 @@ def add_gradients(model: highspy.Highs, problem: PlacementProblem, v: Variables)
     The head's go first (after left(N-1) - loss), the embedding's last. Rows: `send(u)`, `send_order(u)`.
     """
     before: Expression = v.left_ms[-1] - v.loss_ms if v.left_ms else 0
-    for s in stem_indices(problem, first=False):
+    last = stem_indices(problem, first=False)
+    if v.repeat_left_ms and problem.units:
+        # Every micro-batch's forward leaves as much to do; its backward is counted alike.
+        sent = v.stem_sent_ms[last[0]] if last else v.gradients_sent_ms[-1]
+        done = v.repeat_left_ms[-1] - v.repeat_ms[-1] - loss_ms(problem)
+        duration = (
+            _stem_send(problem, v, last[0])
+            if last
+            else ms(problem.units[-1].gradient_d2h_s) * v.sends(len(problem.units) - 1)
+        )
+        model.addConstr(sent >= done + duration, name="send_after_repeat")
+    for s in last:
         before = _add_send(model, problem.stem[s].name, v.stem_sent_ms[s], 0, before, _stem_send(problem, v, s))
     for u in reversed(range(len(problem.units))):
         duration = ms(problem.units[u].gradient_d2h_s) * v.sends(u)
@@ -166,8 +177,8 @@ def add_repeated_forward(model: highspy.Highs, problem: PlacementProblem, v: Var
         if not v.repeat_left_ms:
             continue
         leaving = ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)
-        if u:
-            model.addConstr(v.repeat_left_ms[u] >= v.repeat_left_ms[u - 1] + leaving, name=name("repeat_left_order", u))
+        before = v.repeat_left_ms[u - 1] if u else last_sent_ms(problem, v) - v.backward_ms[0]
+        model.addConstr(v.repeat_left_ms[u] >= before + leaving, name=name("repeat_left_order", u))
         model.addConstr(v.repeat_left_ms[u] >= v.repeat_ms[u] + leaving, name=name("repeat_left", u))
         if u >= problem.activation_slots:
             slot_free = v.repeat_left_ms[u - problem.activation_slots]

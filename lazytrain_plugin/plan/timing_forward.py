@@ -155,7 +155,7 @@ def add_forward(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
 def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """What crosses D2H in forward: updated states, then activations, unit by unit (Eq. 14).
 
-    states_back(u) >= left(u-1) + states_out(u) streams_states(u)
+    states_back(u) >= left(u-1) + states_out(u) streams_states(u), u = 0: the last gradient's arrival - backward(0)
     states_back(u) >= forward(u) - forward time + states_out(u) streams_states(u)
     left(u) >= states_back(u) + activations(u);  left(u) >= forward(u) + activations(u)
     `states_out` holds the weights too where they rest on the host. Rows: `states_back...(u)`, `left...(u)`.
@@ -165,7 +165,7 @@ def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Vari
     for u, cost in enumerate(problem.units):
         states = ms(problem.d2h_s(cost.streamed_out_bytes)) * v.streams_states(u)
         states = states + ms(problem.d2h_s(cost.weight_bytes)) * v.homes["stream_update"][u]
-        before = v.left_ms[u - 1] if u else 0
+        before = v.left_ms[u - 1] if u else last_sent_ms(problem, v) - v.backward_ms[0]
         model.addConstr(v.states_back_ms[u] >= before + states, name=name("states_back_order", u))
         updated = v.forward_ms[u] - ms(cost.forward_s)
         model.addConstr(v.states_back_ms[u] >= updated + states, name=name("states_back", u))
@@ -196,6 +196,12 @@ def _tail_ms(problem: PlacementProblem) -> float:
 def stem_indices(problem: PlacementProblem, *, first: bool) -> list[int]:
     """Stem units that forward needs before its first unit, or after its last."""
     return [s for s, cost in enumerate(problem.stem) if (cost.role in NEEDED_FIRST) == first]
+
+
+def last_sent_ms(problem: PlacementProblem, v: Variables) -> Expression:
+    """When the last gradients of a backward have left the GPU."""
+    first = stem_indices(problem, first=True)
+    return v.stem_sent_ms[first[-1]] if first else v.gradients_sent_ms[0]
 
 
 def loss_ms(problem: PlacementProblem) -> float:

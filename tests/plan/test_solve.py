@@ -14,7 +14,7 @@ from lazytrain_plugin.errors import InfeasiblePlanError  # noqa: E402
 from lazytrain_plugin.plan.check import check_plan  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, greedy_plan, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.problem import build_problem  # noqa: E402
-from lazytrain_plugin.plan.request import PlanRequest  # noqa: E402
+from lazytrain_plugin.plan.request import Capabilities, PlanRequest  # noqa: E402
 from lazytrain_plugin.plan.simulate import simulate  # noqa: E402
 from lazytrain_plugin.plan.solve import build_program, run_highs, solve_plan, solve_problem  # noqa: E402
 from lazytrain_plugin.units import GIB, MIB  # noqa: E402
@@ -189,7 +189,11 @@ def test_short_host_memory_moves_units_to_the_gpu():
 
 def test_golden_program(tmp_path):
     """The whole program of two units, readable: a change of an equation shows as a diff of tests/plan/golden/."""
-    problem = build_problem(builders.model(2), builders.hardware(), PlanRequest(max_tokens=512, accumulation_steps=2))
+    problem = build_problem(
+        builders.model(2),
+        builders.hardware(),
+        PlanRequest(max_tokens=512, accumulation_steps=2, capabilities=Capabilities()),
+    )
     model, _ = build_program(problem)
     path = tmp_path / "program.lp"
     model.writeModel(str(path))
