@@ -117,6 +117,10 @@ def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
     again, _ = made(monkeypatch)
     assert again._hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
     planner.close()
+    again.observe(MeasuredStep(step_s=1.0, compute_s=before.compute_s, update_parameters_per_s=None))
+    third, _ = made(monkeypatch)
+    assert third._hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
+    again.close()
 
 
 def test_adaptation_can_be_switched_off(monkeypatch):

@@ -98,7 +98,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         refuse_parameters_of_others(optimizer, self.module)
         updater = make_updater(optimizer, config.optimizer.implementation)
         found = discover(self.module)
-        logger.info(found.statement())
+        logger.info(found.statement(has_gpu=device.type == "cuda"))
         self._modules_around_units = modules_around(self.module, [unit.name for unit in found.units])
         refuse_compiled(self._modules_around_units)
         turn_off_gradient_checkpointing(self.module)

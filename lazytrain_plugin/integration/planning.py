@@ -175,7 +175,9 @@ class Planner:
         if measured.update_parameters_per_s is not None:
             name = f"cpu_update_{self._state_bits}bit_{'shared_' if hardware.has_gpu else ''}parameters_per_s"
             rates[name] = measured.update_parameters_per_s
-        self._cache.store_rates(self._model_profile, self._measured_hardware, self._planned_tokens, rates)
+        of = self._model_profile, self._measured_hardware, self._planned_tokens
+        # A run that accumulates shows no update rate; what an earlier one showed still holds.
+        self._cache.store_rates(*of, {**self._cache.load_rates(*of), **rates})
         drift = {name: rate / getattr(hardware, name) - 1 for name, rate in rates.items()}
         self._hardware = replace(hardware, **rates)
         # Without a GPU a plan decides only what is kept, and memory decides that.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.profile._json import digest_of
 from lazytrain_plugin.profile.capacity import host_capacity, usable_threads
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -71,10 +72,9 @@ def _cached_rates(device, threads: int, update_rate, cache_dir: Path | None) -> 
     folder = cache_dir if cache_dir is not None else Path.home() / ".cache" / "lazytrain"
     key = digest_of([MEASURE_VERSION, _machine_name(device), threads, torch.__version__, update_rate is not None])
     path = folder / f"rates-{key}.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        pass
+    kept = _read_rates(path, device)
+    if kept is not None:
+        return kept
     rates = _measure_rates(device, threads, update_rate)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,6 +83,21 @@ def _cached_rates(device, threads: int, update_rate, cache_dir: Path | None) -> 
         temporary.replace(path)
     except OSError as error:
         logger.warning("measured rates can't be kept in %s (%s): every run measures again, about 2 s", folder, error)
+    return rates
+
+
+def _read_rates(path: Path, device: torch.device) -> dict[str, float | str] | None:
+    """Kept rates, None where there are none that a profile takes (damaged, or written by another version)."""
+    try:
+        rates = json.loads(path.read_text())
+        # Sizes are of no matter here; the profile refuses unknown, missing and impossible rates.
+        sizes = {"cpu_bytes": 1, "cpu_free_bytes": 1, "cpu_threads": 1, "gpu_bytes": int(device.type == "cuda")}
+        HardwareProfile(name=path.stem, gpu_free_bytes=0, **sizes, **rates)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, ConfigError) as error:
+        logger.info("the rates kept in %s can't be used (%s): measuring again", path, error)
+        return None
     return rates
 
 

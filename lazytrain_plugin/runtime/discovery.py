@@ -28,19 +28,20 @@ class Discovery:
     stem: tuple[FoundUnit, ...]
     """Parts of the stem in forward order."""
 
-    def statement(self) -> str:
+    def statement(self, *, has_gpu: bool) -> str:
         """One line: what is streamed and what is not."""
         streamed = sum(p.numel() for unit in self.units for _, p in unit.parameters)
         stem = sum(p.numel() for unit in self.stem for _, p in unit.parameters)
         if not self.units:
+            rest = "stay on the GPU (only optimizer states can leave it)" if has_gpu else "stay in place"
             return (
                 f"found no list of repeated layers in this model: nothing is streamed, all {stem / 1e6:.1f} M "
-                "parameters stay on the GPU (only optimizer states can leave it)"
+                f"parameters {rest}"
             )
         lists = sorted({unit.name.rpartition(".")[0] for unit in self.units})
         return (
             f"streams {len(self.units)} units of {', '.join(lists)} ({streamed / 1e6:.1f} M parameters); "
-            f"the stem ({stem / 1e6:.1f} M) stays on the GPU"
+            f"the stem ({stem / 1e6:.1f} M) stays {'on the GPU' if has_gpu else 'in place'}"
         )
 
 

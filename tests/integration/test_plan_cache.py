@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lazytrain_plugin.integration.plan_cache import PlanCache
+from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.units import MIB
@@ -48,7 +49,8 @@ def test_a_plan_that_no_longer_fits_is_not_used(tmp_path):
     plan = make_plan(MODEL, tight, REQUEST)
     cache.store_plan(MODEL, tight, REQUEST, plan)
     (path,) = tmp_path.glob("plan-*.json")
-    used = plan.predicted_bytes["cpu"]
+    # More than the step's own peak: a save may be the fullest moment.
+    used = check_plan(plan, MODEL, tight, REQUEST).need_bytes()["cpu"]
     for free_bytes, found in ((used, True), (used - 1, False)):
         machine = replace(tight, cpu_free_bytes=free_bytes)
         path.rename(cache._plan_path(MODEL, machine, REQUEST))

@@ -3,6 +3,8 @@
 import json
 import time
 
+import pytest
+
 from lazytrain_plugin.profile import measure
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.measure import measure_hardware
@@ -33,13 +35,19 @@ def test_kernel_rates_are_used_when_given(tmp_path):
     assert profile.source == "measured"
 
 
-def test_broken_cache_is_measured_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", "null", '{"source": "an older version", "gone_bytes_per_s": 1}', "\udcff"]
+)
+def test_rates_that_no_profile_takes_are_measured_again(tmp_path, monkeypatch, caplog, text):
+    caplog.set_level("INFO")
     monkeypatch.setattr(measure, "_measure_rates", lambda *_: RATES)
     measure_hardware("cpu", cache_dir=tmp_path)
     (cache,) = tmp_path.glob("rates-*.json")
-    cache.write_text("{")
+    assert "can't be used" not in caplog.text, "nothing was there"
+    cache.write_bytes(text.encode(errors="surrogateescape"))
     assert measure_hardware("cpu", cache_dir=tmp_path).matmul_flop_per_s == RATES["matmul_flop_per_s"]
     assert json.loads(cache.read_text()) == RATES
+    assert "can't be used" in caplog.text
 
 
 RATES = {
