@@ -1,4 +1,7 @@
-"""The block kernels without a GPU: interpreted, against plain torch, and compiled for an H100. On a GPU test_blockwise.py runs the kernels."""
+"""The block kernels without a GPU: interpreted, against plain torch, and compiled for an H100.
+
+On a GPU test_blockwise.py runs the kernels themselves.
+"""
 
 import importlib.util
 
