@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -17,6 +16,7 @@ from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime import streamed_module
 from lazytrain_plugin.runtime.boundary_store import BoundaryStore
+from lazytrain_plugin.runtime.cpu_update import update_on_cpu
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.gradients import GradientSink
 from lazytrain_plugin.runtime.homes import UnitHome
@@ -28,10 +28,11 @@ from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.outside_changes import OutsideChanges
 from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
 from lazytrain_plugin.runtime.slots import Outbox, WeightSlots
+from lazytrain_plugin.runtime.streamed_updates import StreamedUpdates
 from lazytrain_plugin.runtime.streams import Streams
-from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.unit_table import UnitTable
-from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, StepScalars, read_scalars
+from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, read_scalars
 from lazytrain_plugin.runtime.worker import UpdateWorker
 from lazytrain_plugin.vocab import Tier
 
@@ -89,6 +90,7 @@ class Executor:
         self._norm = TorchNorm() if not native else LaneNorm(len(self.trained_tensors), device)
         self._sink = GradientSink(self.streams, self.worker, self._norm)
         self._nvme = NvmeStores(nvme, native=native, pin=self.streams.is_cuda)
+        self._streamed_updates = StreamedUpdates(self.streams)
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         groups = self.optimizer.param_groups if self.optimizer is not None and self.updater is not None else []
@@ -114,9 +116,10 @@ class Executor:
         A batch larger than any before may come as a window's second: the gradients that have arrived move along.
         """
         self.flush()
+        native = isinstance(self.updater, NativeAdamW)
+        self._streamed_updates.check(plan, native=native or self.updater is None)
         self._slots = None
         self._nvme.begin(plan, self.all_units)
-        native = isinstance(self.updater, NativeAdamW)
         for unit in self.all_units:
             unit_plan, before = plan.unit(unit.name), unit.home
             if before is not None and before.fits(unit_plan):
@@ -154,6 +157,7 @@ class Executor:
         if self._streamed:
             nbytes = max(unit.layout.weight_bytes for unit in self._streamed)
             self._slots = WeightSlots(self.streams, self._num_slots, nbytes)
+        self._streamed_updates.make_slots(plan, self.update_order, self._slots)
         self._sink.outbox.trim(0)
         self._sink.outbox = Outbox(self.streams, plan.gradient_slots - 1)
         self.boundaries.slots = plan.activation_slots
@@ -188,16 +192,20 @@ class Executor:
     def lease(self, unit: Unit, *, backward: bool) -> Iterator[None]:
         """Within: the unit's parameters are on the device and up to date. Whatever happens, they go home after."""
         if unit.home.on_gpu or unit.slot is not None:
-            self.settle(unit)
+            if unit.slot is None:
+                self.settle(unit)
             self._prefetch_after(unit, backward)
             yield
             return
         idle_since = self.streams.record(timing=True)
         # Weights that were not updated early enough could not be fetched early enough either.
-        late = unit.update_ticket is not None and not self._slots.holds(unit)
-        self.settle(unit)
+        late = unit.streamed_update is not None or unit.update_ticket is not None and not self._slots.holds(unit)
         slot = None
         try:
+            if unit.streamed_update is None:
+                self.settle(unit)
+            else:
+                unit.streamed_update.begin()  # in the slot; the way home may take longer
             slot = self._slots.acquire(unit, "update" if late else "weights", idle_since)
             unit.point_to(slot)
             self._prefetch_after(unit, backward)
@@ -208,30 +216,35 @@ class Executor:
                 self._slots.release(slot)
 
     def _prefetch_after(self, unit: Unit, backward: bool) -> None:
-        """Starts the transfers of the streamed units that run next; what is needed sooner stays in its slot."""
-        if self._slots is None:
-            return
-        ahead = self._num_slots - 1
-        if backward:
-            before = bisect.bisect_left(self._streamed_positions, self._position[unit])
-            upcoming = self._streamed[:before][::-1]
-        else:
-            after = bisect.bisect_right(self._streamed_positions, self._position[unit])
-            upcoming = self._streamed[after:]
-        window = upcoming[:ahead]
-        needed = frozenset((unit, *window))
+        """Starts the transfers and streamed updates of the units that run next."""
+        if self._slots is not None:
+            if backward:
+                before = bisect.bisect_left(self._streamed_positions, self._position[unit])
+                upcoming = self._streamed[:before][::-1]
+            else:
+                after = bisect.bisect_right(self._streamed_positions, self._position[unit])
+                upcoming = self._streamed[after:]
+            window = upcoming[: self._num_slots - 1]
+            self._prefetch(window, frozenset((unit, *window)))
+            self._nvme.read_weights_ahead(soon for soon in upcoming if not self._slots.holds(soon))
+        if not backward:
+            self._streamed_updates.begin_following(unit)
+
+    def _prefetch(self, window: list[Unit], needed: frozenset[Unit]) -> None:
+        """Starts the transfers of weights that are up to date, or are updated here; `needed` ones stay in slots."""
         for soon in window:
             if soon.update_ticket is None or soon.update_ticket.done:
                 self._slots.prefetch(soon, needed)
-        self._nvme.read_weights_ahead(soon for soon in upcoming if not self._slots.holds(soon))
 
     def settle(self, unit: Unit) -> None:
         """Waits until the unit's last update is done and visible to the compute stream."""
-        ticket = unit.update_ticket
-        if ticket is None:
+        if unit.streamed_update is not None:
+            self._streamed_updates.finish(unit)
+        elif unit.update_ticket is not None:
+            with self.streams.host_waits("update"):
+                unit.update_ticket.wait()
+        else:
             return
-        with self.streams.host_waits("update"):
-            ticket.wait()
         if unit.publish_event is not None:
             self.streams.compute_waits(unit.publish_event, "update")
             unit.publish_event = None
@@ -316,37 +329,22 @@ class Executor:
         gradients_done = self.streams.record()
         self._nvme.read_ahead(arrivals)
         for unit, arrived in arrivals.items():
-            if unit.home.updates_on_gpu:
+            resolve = partial(self._outside.settle_asked, unit)
+            if unit.home.plan.streams_states:
+                self._streamed_updates.queue(unit, arrived, scalars, self.updater, gradients_done, resolve)
+            elif unit.home.updates_on_gpu:
                 self.updater.update(unit, arrived, scalars)
                 unit.home.drop_gradients()
             else:
                 self.forget_copies(unit)
-                work = partial(self._update_on_cpu, unit, arrived, scalars, gradients_done)
+                work = partial(update_on_cpu, self, self._nvme, unit, arrived, scalars, gradients_done)
                 ticket = self.worker.submit(work, f"optimizer update of {unit.name}")
-                unit.mark_pending(ticket, partial(self._outside.settle_asked, unit))
+                unit.mark_pending(ticket, resolve)
+        if self._slots is not None and self._streamed_updates.queued:
+            first = self._streamed[: self._num_slots]
+            self._prefetch(first, frozenset(first))
+        self._streamed_updates.begin_following(None)
         return norm, True
-
-    def _update_on_cpu(
-        self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars, gradients_done
-    ) -> None:
-        """On the update thread. The weights at home may still be on their way to a slot of the step before."""
-        unit.gradient_event.synchronize()
-        if unit.upload_event is not None:
-            unit.upload_event.synchronize()
-        self._nvme.before_update(unit)
-        with unit.home.states_in_memory(changes=True, write_now=True):
-            start_s = time.perf_counter()
-            self.updater.update(unit, arrived, scalars)
-            self.worker.update_s += time.perf_counter() - start_s
-            self.worker.updated_parameters += sum(tensor.numel for tensor in arrived)
-        unit.home.let_go()
-        if unit.home.on_gpu:
-            streams = self.streams
-            with streams.on(streams.h2d):
-                streams.wait(streams.h2d, gradients_done)
-                for tensor in arrived:
-                    unit.home.publish(tensor)
-            unit.publish_event = streams.record(streams.h2d)
 
     def forget_copies(self, unit: Unit) -> None:
         """The unit's weights at home were changed by hand: its copy in a slot is stale."""
@@ -364,6 +362,7 @@ class Executor:
             self._outside.suspect_all()
 
     def _wait(self) -> None:
+        self._streamed_updates.begin_all()
         for unit in self.all_units:
             self.settle(unit)
         self.worker.drain()
@@ -381,6 +380,7 @@ class Executor:
                 hook.remove()
             self._hooks = None
             self._slots = None
+            self._streamed_updates.close()
             self._sink.outbox.trim(0)
             self.boundaries.close()
             self.streams.run_backward_on_one_thread(False)

@@ -38,7 +38,7 @@ class GradientSink:
         if not gradients:
             return
         with self._one_delivery:
-            if unit.home.updates_on_gpu:
+            if unit.home.states_on_gpu:
                 self._keep_on_gpu(unit, gradients)
             else:
                 self._send_home(unit, gradients)
@@ -63,13 +63,15 @@ class GradientSink:
             if unit.arrived[tensor] == Arrival.SUMMED:
                 sums.append((tensor, first))
             pieces.append((unit.home.gradient_buffer, tensor.gradient_offset_bytes, raw))
-        unit.gradient_event = self.outbox.send(pieces)
+        unit.gradient_event = self.outbox.send(pieces, after=unit.gradients_read_event)
         self._fold(unit, sums)
 
     def _make_room(self, unit: Unit, gradients: Gradients) -> None:
         """The gradient memory at home is about to be overwritten: what it holds must have been used."""
         if unit.update_ticket is not None:
             unit.update_ticket.wait()
+        if unit.streamed_update is not None:
+            unit.streamed_update.begin()
         whole = [tensor for tensor, _ in gradients if unit.arrived.get(tensor) == Arrival.WHOLE]
         for tensor in whole:
             unit.arrived[tensor] = Arrival.SUMMED

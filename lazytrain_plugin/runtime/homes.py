@@ -17,7 +17,7 @@ from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.nvme.states import NvmeStates
 from lazytrain_plugin.runtime.nvme.stores import NvmeStores
 from lazytrain_plugin.runtime.nvme.weights import NvmeWeights
-from lazytrain_plugin.runtime.state_layout import CODEC, MOMENTS, state_flats
+from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, CODEC, MOMENTS, state_flats
 from lazytrain_plugin.vocab import Tier, Updater
 
 
@@ -26,8 +26,9 @@ class UnitHome:
 
     Weights rest on the GPU (`gpu_weights`) or in host memory (`host_weights`); a GPU-resident unit with a CPU
     updater has both, the host copy being what the update kernel works on. States and gradients are on the
-    updater's side. Moments exist only for `native` updates; the generic path keeps its own states. States on NVMe are
-    in memory within `states_in_memory` only; their gradients rest in host memory.
+    updater's side, or in host memory from where they pass the GPU for their update. Moments exist only for `native`
+    updates; the generic path keeps its own states. States on NVMe are in memory within `states_in_memory` only; their
+    gradients rest in host memory.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class UnitHome:
         self.native = native
         self.on_gpu = plan.weights == Tier.GPU
         self.updates_on_gpu = plan.updater == Updater.GPU
+        self.states_on_gpu = plan.states == Tier.GPU
         pin = device.type == "cuda"
         trained = layout.state_numel > 0
         needs_host_weights = not self.on_gpu or (trained and not self.updates_on_gpu)
@@ -54,7 +56,8 @@ class UnitHome:
             tensor: torch.empty(tensor.numel, dtype=tensor.dtype, device=device)
             for tensor in (layout.tensors if self.on_gpu else ())
         }
-        self.state_buffers: list[HostBuffer] = []
+        self.state_buffers: dict[str, HostBuffer] = {}
+        """States in host memory by the key of their flat; the sum over micro-batches is `ACCUMULATOR`."""
         self.gradient_buffer: HostBuffer | None = None
         self._host_gradients: torch.Tensor | None = None
         self._gpu_gradients: dict[UnitTensor, torch.Tensor] = {}
@@ -73,14 +76,14 @@ class UnitHome:
         return self.host_buffer.tensor(tensor.dtype, tensor.weight_offset_bytes, tensor.numel)
 
     def _allocate_states(self, pin: bool, nvme: NvmeStores | None) -> None:
-        if not self.updates_on_gpu:
+        if not self.states_on_gpu:
             self.gradient_buffer = HostBuffer(self.layout.gradient_bytes, pin=pin)
             self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, self.layout.gradient_bytes)
         flats = state_flats(self.layout, self.plan, native=self.native)
         if self.plan.states == Tier.NVME:
             self.nvme_states = nvme.states(flats, what=f"states of {self.plan.name}")
         else:
-            self._hold_states({key: self._state(dtype, numel) for key, dtype, numel in flats})
+            self._hold_states({key: self._state(key, dtype, numel) for key, dtype, numel in flats})
 
     def _hold_states(self, flats: dict[str, torch.Tensor]) -> None:
         self.remainder = flats.get("remainder")
@@ -107,11 +110,12 @@ class UnitHome:
             finally:
                 self._hold_states(self.nvme_states.tensors if self.nvme_states.num_users > 1 else {})
 
-    def _state(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        if self.updates_on_gpu:
+    def _state(self, key: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        if self.states_on_gpu:
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        buffer = HostBuffer(numel * dtype.itemsize, pin=False)
-        self.state_buffers.append(buffer)
+        # Only states that travel are page-locked.
+        pin = self.plan.streams_states and self.device.type == "cuda"
+        buffer = self.state_buffers[key] = HostBuffer(numel * dtype.itemsize, pin=pin)
         return buffer.tensor(dtype, 0, numel)
 
     def fits(self, plan: UnitPlan) -> bool:
@@ -138,12 +142,12 @@ class UnitHome:
 
     def gradient(self, tensor: UnitTensor) -> torch.Tensor:
         """The gradient as it arrived, 1-D [numel] in storage order, in the weight's dtype."""
-        if self.updates_on_gpu:
+        if self.states_on_gpu:
             return self._gpu_gradients[tensor]
         return tensor.gradient_view(self._host_gradients)
 
     def keep_gradient(self, tensor: UnitTensor, gradient: torch.Tensor | None) -> None:
-        """GPU updater: holds the tensor that autograd made, until the update has used it (None lets go of it)."""
+        """States on the GPU: holds the tensor that autograd made, until the update has used it (None lets go of it)."""
         self._gpu_gradients[tensor] = gradient
 
     def drop_gradients(self) -> None:
@@ -153,7 +157,7 @@ class UnitHome:
     def accumulated(self, tensor: UnitTensor) -> torch.Tensor:
         """The fp32 sum over micro-batches, 1-D [numel]; its memory is made at first use."""
         if self.accumulator is None:
-            self.accumulator = self._state(torch.float32, self.layout.state_numel)
+            self.accumulator = self._state(ACCUMULATOR, torch.float32, self.layout.state_numel)
         return tensor.state_view(self.accumulator)
 
     # Masters and moments as fp32, for checkpoints and moves. Storage order, 1-D [numel], on the CPU.
@@ -163,12 +167,12 @@ class UnitHome:
             return self.master_on_device(tensor).cpu()
 
     def master_on_device(self, tensor: UnitTensor) -> torch.Tensor:
-        """The fp32 master on the updater's side (the weight itself where that is fp32)."""
+        """The fp32 master where the weight is (the weight itself where that is fp32)."""
         weight = self.weight(tensor)
         if not tensor.is_split:
             return weight.float()
         master = torch.empty(tensor.numel, dtype=torch.float32, device=weight.device)
-        join_master(weight, self.remainder_of(tensor), master)
+        join_master(weight, self.remainder_of(tensor).to(weight.device), master)
         return master
 
     def write_master(self, tensor: UnitTensor, values: torch.Tensor) -> None:
@@ -182,7 +186,11 @@ class UnitHome:
                     weight.copy_(values)  # the master of a bf16 value is that value
                     self.remainder_of(tensor).zero_()
                 else:
-                    split_master(values.to(weight.device, torch.float32), weight, self.remainder_of(tensor))
+                    remainder = self.remainder_of(tensor)
+                    split = weight if weight.device == remainder.device else torch.empty_like(weight, device="cpu")
+                    split_master(values.to(split.device, torch.float32), split, remainder)
+                    if split is not weight:
+                        weight.copy_(split)
         self.publish(tensor)
 
     def publish(self, tensor: UnitTensor) -> None:
@@ -261,7 +269,7 @@ class UnitHome:
                 values.copy_(other.moments[key])
 
     def for_each_host_buffer(self, action: Callable[[HostBuffer], None]) -> None:
-        for buffer in (self.host_buffer, self.gradient_buffer, *self.state_buffers):
+        for buffer in (self.host_buffer, self.gradient_buffer, *self.state_buffers.values()):
             if isinstance(buffer, HostBuffer):  # not a mapped file
                 action(buffer)
 

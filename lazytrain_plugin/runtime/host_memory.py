@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Iterator
 
 import torch
 
@@ -47,18 +48,24 @@ class HostBuffer:
 
     def read_into(self, device_flat: torch.Tensor, nbytes: int | None = None) -> None:
         """Starts copying the buffer (or its first `nbytes`) to the front of a uint8 tensor on the device."""
-        for start, end in self._spans:
-            end = min(end, self.nbytes if nbytes is None else nbytes)
-            if start < end:
-                device_flat[start:end].copy_(self._bytes[start:end], non_blocking=True)
+        self.read(0, device_flat[: self.nbytes if nbytes is None else nbytes])
+
+    def read(self, offset_bytes: int, target: torch.Tensor) -> None:
+        """Starts copying what lies at `offset_bytes` over the whole of a uint8 tensor on the device."""
+        for memory, piece in self._pieces(offset_bytes, target):
+            piece.copy_(memory, non_blocking=True)
 
     def write(self, offset_bytes: int, source: torch.Tensor) -> None:
         """Starts copying a uint8 tensor on the device into the buffer at `offset_bytes`."""
+        for memory, piece in self._pieces(offset_bytes, source):
+            memory.copy_(piece, non_blocking=True)
+
+    def _pieces(self, offset_bytes: int, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What one transfer may cover: parts of the buffer, each with its part of a tensor that lies at an offset."""
         for span_start, span_end in self._spans:
-            first, last = max(offset_bytes, span_start), min(offset_bytes + source.numel(), span_end)
+            first, last = max(offset_bytes, span_start), min(offset_bytes + other.numel(), span_end)
             if first < last:
-                piece = source[first - offset_bytes : last - offset_bytes]
-                self._bytes[first:last].copy_(piece, non_blocking=True)
+                yield self._bytes[first:last], other[first - offset_bytes : last - offset_bytes]
 
     def _pin(self, size: int) -> bool:
         address = self.tensor(torch.uint8, 0, 1).data_ptr()

@@ -22,9 +22,11 @@ class WeightSlot:
         self.address = self.flat.untyped_storage().data_ptr()
         self.unit: Unit | None = None
         self.ready = None
-        """When the copy is complete."""
+        """When the copy is complete, and the update of the weights in it, if they are updated here."""
         self.last_use = None
         """When the last computation that read it is complete."""
+        self.left = None
+        """When weights that were updated in it have arrived at home."""
         self.leases = 0
         self.last_lease = 0
         """Counts up; the slot with the smallest number was used the longest ago."""
@@ -56,16 +58,21 @@ class WeightSlots:
 
         What it stood still since the event `since` is booked under `cause`.
         """
+        slot = self.hold(unit)
+        slot.leases += 1
+        self._clock += 1
+        slot.last_lease = self._clock
+        self._streams.compute_waits(slot.ready, cause, since=since)
+        return slot
+
+    def hold(self, unit: Unit) -> WeightSlot:
+        """The slot that holds the unit's weights, or is going to; without a lease others may take it."""
         slot = self._holding.get(unit) or self._fill(unit, frozenset())
         if slot is None:
             raise RuntimeError(
                 f"{unit.name}: all {len(self._slots)} weight slots are in use by units that run inside each other; "
                 "raise weight_slots in the plan"
             )
-        slot.leases += 1
-        self._clock += 1
-        slot.last_lease = self._clock
-        self._streams.compute_waits(slot.ready, cause, since=since)
         return slot
 
     def holds(self, unit: Unit) -> bool:
@@ -103,7 +110,8 @@ class WeightSlots:
             self.drop(slot.unit)
         streams = self._streams
         with streams.on(streams.h2d):
-            streams.wait(streams.h2d, slot.last_use)
+            for event in (slot.last_use, slot.left, unit.returned_event):
+                streams.wait(streams.h2d, event)
             unit.home.host_buffer.read_into(slot.flat)
         slot.ready = unit.upload_event = streams.record(streams.h2d)
         if unit.home.nvme_weights is not None:
@@ -125,12 +133,16 @@ class Outbox:
         self._count = count
         self._sent: deque[tuple[object, list[torch.Tensor]]] = deque()
 
-    def send(self, pieces: list[tuple[HostBuffer, int, torch.Tensor]]):
-        """Starts one transfer per piece (buffer, offset in bytes, contiguous device tensor); returns their event."""
+    def send(self, pieces: list[tuple[HostBuffer, int, torch.Tensor]], *, after=None):
+        """Starts one transfer per piece (buffer, offset in bytes, contiguous device tensor); returns their event.
+
+        `after`: when what the buffers hold has been read.
+        """
         streams = self._streams
         written = streams.record()
         with streams.on(streams.d2h):
             streams.wait(streams.d2h, written)
+            streams.wait(streams.d2h, after)
             for buffer, offset_bytes, tensor in pieces:
                 buffer.write(offset_bytes, tensor.view(torch.uint8))
         arrived = streams.record(streams.d2h)

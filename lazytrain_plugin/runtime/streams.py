@@ -3,6 +3,8 @@
 - compute: the caller's current stream. Units run here; nobody else launches compute.
 - h2d: weights on their way to a slot, so that a copy overlaps the previous unit's compute.
 - d2h: gradients on their way home. Its own stream, because one copy engine serves each direction.
+- one per state slot (`slot_stream`): states come, are updated and leave on it in this order, so that the slot is never
+  written while something still reads it, and no other transfer waits behind an update.
 
 A wait of the compute stream is bracketed by two timing events, so that the time it cost is known
 without a host synchronisation; `Trace` reads them once the step is over.
@@ -82,6 +84,10 @@ class Streams:
             self.d2h = torch.cuda.Stream(device, priority=-1)
         else:
             self.h2d = self.d2h = None
+
+    def slot_stream(self):
+        """A stream for one staging buffer. High priority: an update is short, and units and transfers wait for it."""
+        return torch.cuda.Stream(self.device, priority=-1) if self.is_cuda else None
 
     def on(self, stream):
         """Context in which work is launched on `stream`."""

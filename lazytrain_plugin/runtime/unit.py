@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.pending import mark_pending, settle
 from lazytrain_plugin.runtime.slots import WeightSlot
 from lazytrain_plugin.runtime.worker import Ticket
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.runtime.streamed_updates import StreamedUpdate
 
 
 class Arrival(Enum):
@@ -50,6 +54,12 @@ class Unit:
         """The last addition of arrived gradients into the accumulator."""
         self.upload_event = None
         """The last transfer that read the weights at home."""
+        self.streamed_update: StreamedUpdate | None = None
+        """An update by the GPU of states that rest in host memory, until its weights are known to be home."""
+        self.gradients_read_event = None
+        """When the last such update has read the gradients at home."""
+        self.returned_event = None
+        """When what the last such update changed has arrived at home."""
         self.arrived: dict[UnitTensor, Arrival] = {}
         """Tensors with a gradient in this window (between two optimizer steps)."""
 
@@ -59,14 +69,19 @@ class Unit:
     # Where the parameters point.
 
     def point_to(self, slot: WeightSlot) -> None:
+        if self.streamed_update is not None:
+            self._show_weights()  # in the slot they are new already
         for tensor, view in zip(self.layout.tensors, slot.views(self), strict=True):
             tensor.parameter.data = view
         self.slot = slot
 
     def point_home(self) -> None:
-        for tensor, view in self.home.views.items():
-            tensor.parameter.data = view
+        with torch._C.DisableTorchFunctionSubclass():  # pending weights may move unseen
+            for tensor, view in self.home.views.items():
+                tensor.parameter.data = view
         self.slot = None
+        if self.streamed_update is not None:
+            self._hide_weights()  # the new ones may still be on their way
 
     def weight_hooks(self) -> tuple[Callable, Callable] | None:
         """Saved-tensor hooks that keep the slot out of a kept graph (None where weights do not move)."""
@@ -107,7 +122,23 @@ class Unit:
         for tensor in self.trained:
             mark_pending(tensor.parameter, resolve)
 
-    def settle(self) -> None:
+    def mark_streamed(self, update: StreamedUpdate) -> None:
+        self.streamed_update = update
+        self._hide_weights()
+
+    def _hide_weights(self) -> None:
+        update = self.streamed_update
+        if update.returned:
+            self.settle()
+            return
+        for tensor in self.trained:
+            mark_pending(tensor.parameter, update.resolve)
+
+    def _show_weights(self) -> None:
         for tensor in self.trained:
             settle(tensor.parameter)
+
+    def settle(self) -> None:
+        self._show_weights()
         self.update_ticket = None
+        self.streamed_update = None

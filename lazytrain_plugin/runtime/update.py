@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.errors import UnsupportedModelError
-from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, accumulate, adamw_8bit, adamw_fp32
+from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, Moment8, accumulate, adamw_8bit, adamw_fp32
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.unit import Arrival, Unit
 
@@ -46,6 +46,25 @@ def gradient_of(unit: Unit, tensor: UnitTensor, arrival: Arrival) -> torch.Tenso
     return unit.home.accumulated(tensor) if arrival == Arrival.SUMMED else unit.home.gradient(tensor)
 
 
+def update_span(
+    tensor: UnitTensor,
+    weight: torch.Tensor,
+    remainder: torch.Tensor | None,
+    gradient: torch.Tensor,
+    moments: tuple[torch.Tensor | Moment8, torch.Tensor | Moment8],
+    step: AdamWStep,
+    *,
+    start: int = 0,
+    batch: Batch,
+) -> None:
+    """Updates the elements of one tensor from `start` (a multiple of 256) on, all given as 1-D of their number."""
+    if isinstance(moments[0], Moment8):
+        key = tensor.index
+        adamw_8bit(weight, remainder, gradient, *moments, step, noise_key=key, first_index=start, batch=batch)
+    else:
+        adamw_fp32(weight, remainder, gradient, *moments, step, batch=batch)
+
+
 class NativeAdamW:
     """AdamW (or Adam with L2 decay) by our kernels, in the unit's planned state format."""
 
@@ -59,18 +78,21 @@ class NativeAdamW:
     def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars) -> None:
         home, batch = unit.home, Batch()
         for tensor, arrival in arrived.items():
-            self.steps[tensor] = self.steps.get(tensor, 0) + 1
-            step = self._scalars(scalars.groups[tensor.group], self.steps[tensor], scalars.gradient_scale)
-            weight, remainder = home.weight(tensor), home.remainder_of(tensor)
-            moments = home.moment(tensor, "exp_avg"), home.moment(tensor, "exp_avg_sq")
-            gradient = gradient_of(unit, tensor, arrival)
-            if home.plan.state_bits == 8:
-                adamw_8bit(weight, remainder, gradient, *moments, step, noise_key=tensor.index, batch=batch)
-            else:
-                adamw_fp32(weight, remainder, gradient, *moments, step, batch=batch)
+            update_span(
+                tensor,
+                home.weight(tensor),
+                home.remainder_of(tensor),
+                gradient_of(unit, tensor, arrival),
+                (home.moment(tensor, "exp_avg"), home.moment(tensor, "exp_avg_sq")),
+                self.next_step(tensor, scalars),
+                batch=batch,
+            )
         batch.run()
 
-    def _scalars(self, group: dict[str, Any], step: int, gradient_scale: float) -> AdamWStep:
+    def next_step(self, tensor: UnitTensor, scalars: StepScalars) -> AdamWStep:
+        """Counts an update of the tensor, and returns its scalars."""
+        group, gradient_scale = scalars.groups[tensor.group], scalars.gradient_scale
+        step = self.steps[tensor] = self.steps.get(tensor, 0) + 1
         beta1, beta2 = (float(beta) for beta in group["betas"])
         return AdamWStep(
             lr=float(group["lr"]),

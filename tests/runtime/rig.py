@@ -16,6 +16,14 @@ from lazytrain_plugin.vocab import Activations, Tier, Updater
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 HIDDEN, VOCAB = 24, 50
+HOMES = {
+    "cpu": (Tier.CPU, Tier.CPU, Updater.CPU),
+    "gpu": (Tier.GPU, Tier.GPU, Updater.GPU),
+    "mirror": (Tier.GPU, Tier.CPU, Updater.CPU),
+    "streamed": (Tier.CPU, Tier.CPU, Updater.GPU),
+    "streamed from gpu": (Tier.GPU, Tier.CPU, Updater.GPU),
+}
+"""Weights, states, updater."""
 
 
 class Block(nn.Module):
@@ -62,17 +70,20 @@ def batches(count: int, device: str, seed: int = 3) -> list[torch.Tensor]:
 def plan_for(
     model: nn.Module, *, home: str = "cpu", keep: str = "none", state_bits: int = 32, device="cpu"
 ) -> PlacementPlan:
-    """`home`: cpu, gpu or mixed; `keep`: none, all or mixed (which units keep activations)."""
+    """`home`: a key of HOMES for all units, or "mixed" or "every kind" for units of several; `keep`: none, all or mixed
+    (which units keep activations)."""
     found = discover(model)
+    cycle = {"mixed": ("cpu", "gpu"), "every kind": ("streamed", "cpu", "streamed from gpu", "gpu", "mirror")}
+    kinds = cycle.get(home, (home,))
 
     def unit(name: str, index: int, stem: bool = False) -> UnitPlan:
-        on_gpu = home == "gpu" or (home == "mixed" and index % 2 == 1)
+        weights, states, updater = HOMES[kinds[index % len(kinds)]]
         kept = keep == "all" or (keep == "mixed" and index % 2 == 0)
         return UnitPlan(
             name=name,
-            weights=Tier.GPU if on_gpu or (stem and device == "cuda") else Tier.CPU,
-            states=Tier.GPU if on_gpu else Tier.CPU,
-            updater=Updater.GPU if on_gpu else Updater.CPU,
+            weights=Tier.GPU if stem and device == "cuda" else weights,
+            states=states,
+            updater=updater,
             state_bits=state_bits,
             activations=Activations.KEEP if kept else Activations.RECOMPUTE,
         )

@@ -1,0 +1,42 @@
+"""What the update thread does for one unit."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.update import StepScalars
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.runtime.executor import Executor
+    from lazytrain_plugin.runtime.nvme.stores import NvmeStores
+
+
+def update_on_cpu(
+    executor: Executor,
+    nvme: NvmeStores,
+    unit: Unit,
+    arrived: dict[UnitTensor, Arrival],
+    scalars: StepScalars,
+    gradients_done,
+) -> None:
+    """On the update thread. The weights at home may still be on their way to a slot of the step before."""
+    unit.gradient_event.synchronize()
+    if unit.upload_event is not None:
+        unit.upload_event.synchronize()
+    nvme.before_update(unit)
+    worker, streams = executor.worker, executor.streams
+    with unit.home.states_in_memory(changes=True, write_now=True):
+        start_s = time.perf_counter()
+        executor.updater.update(unit, arrived, scalars)
+        worker.update_s += time.perf_counter() - start_s
+        worker.updated_parameters += sum(tensor.numel for tensor in arrived)
+    unit.home.let_go()
+    if unit.home.on_gpu:
+        with streams.on(streams.h2d):
+            streams.wait(streams.h2d, gradients_done)
+            for tensor in arrived:
+                unit.home.publish(tensor)
+        unit.publish_event = streams.record(streams.h2d)

@@ -1,0 +1,181 @@
+"""Staging buffers on the GPU through which optimizer states that rest in host memory pass for their update.
+
+A unit's states pass in chunks, so that a buffer of bounded size serves units of any size: one chunk comes while another
+is updated and a third leaves. A chunk is a range of the unit's trained elements, at the same place in every flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lazytrain_plugin.kernels.adamw import Moment8
+from lazytrain_plugin.runtime.homes import UnitHome
+from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
+from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, state_flats
+from lazytrain_plugin.runtime.streams import Streams
+from lazytrain_plugin.runtime.unit import Arrival
+from lazytrain_plugin.units import align_up
+
+BLOCK = ALIGNMENT_ELEMENTS
+GRADIENT_BYTES_PER_BLOCK = 4 * BLOCK
+"""At most: of the fp32 sum, and of gradients with the padding between small ones."""
+PADDING_BYTES = 1024
+"""Between the parts of a chunk."""
+GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements of one tensor."""
+
+    tensor: UnitTensor
+    start: int
+    """Index of the first one in its tensor, a multiple of 256."""
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What passes the GPU at once: neighbours in the unit's flats, with gradients of one kind."""
+
+    spans: tuple[Span, ...]
+    arrival: Arrival
+
+    @property
+    def first_element(self) -> int:
+        """In the unit's trained part; a multiple of 256."""
+        return self.spans[0].tensor.state_offset + self.spans[0].start
+
+    @property
+    def numel(self) -> int:
+        """With padding between and after tensors: whole blocks of 256."""
+        last = self.spans[-1]
+        return align_up(last.tensor.state_offset + last.start + last.numel, BLOCK) - self.first_element
+
+    def byte_range(self, offset_name: str) -> tuple[int, int]:
+        """[start, end) in the flat of weights or gradients, where tensors of several dtypes lie side by side."""
+        first, last = self.spans[0], self.spans[-1]
+        start = getattr(first.tensor, offset_name) + first.start * first.tensor.dtype.itemsize
+        end = getattr(last.tensor, offset_name) + (last.start + last.numel) * last.tensor.dtype.itemsize
+        return start, end
+
+
+def cut(arrived: dict[UnitTensor, Arrival], layout: FlatLayout, max_blocks: int) -> list[Chunk]:
+    """Chunks of at most `max_blocks` blocks of 256 elements that hold every arrived tensor, in storage order."""
+    chunks = []
+    for run in _runs(arrived, layout):
+        first = run[0].state_offset // BLOCK
+        end = run[-1].state_offset // BLOCK + _blocks(run[-1])
+        count = -(-(end - first) // max_blocks)
+        size = -(-(end - first) // count)  # equal parts: a short one at the end would leave a buffer idle
+        for start in range(first, end, size):
+            spans = tuple(_spans(run, start * BLOCK, min(start + size, end) * BLOCK))
+            chunks.append(Chunk(spans, arrived[run[0]]))
+    return chunks
+
+
+def _blocks(tensor: UnitTensor) -> int:
+    return -(-tensor.numel // BLOCK)
+
+
+def _runs(arrived: dict[UnitTensor, Arrival], layout: FlatLayout) -> Iterator[list[UnitTensor]]:
+    """Neighbours whose gradients arrived in the same way."""
+    run: list[UnitTensor] = []
+    for tensor in layout.trained:
+        if run and arrived.get(tensor) != arrived[run[0]]:
+            yield run
+            run = []
+        if tensor in arrived and tensor.numel:
+            run.append(tensor)
+    if run:
+        yield run
+
+
+def _spans(run: list[UnitTensor], start: int, end: int) -> Iterator[Span]:
+    for tensor in run:
+        first, last = max(start - tensor.state_offset, 0), min(end - tensor.state_offset, tensor.numel)
+        if first < last:
+            yield Span(tensor, first, last - first)
+
+
+def bytes_per_block(home: UnitHome) -> int:
+    """What 256 elements of a unit take in a slot: states, and the gradient or its sum."""
+    flats = state_flats(home.layout, home.plan, native=True)
+    num_blocks = home.layout.state_numel // BLOCK
+    return sum(dtype.itemsize * numel for _, dtype, numel in flats) // num_blocks + GRADIENT_BYTES_PER_BLOCK
+
+
+class Staged:
+    """The states and gradients of one chunk in a slot."""
+
+    def __init__(self, chunk: Chunk, parts: dict[str, torch.Tensor], state_bits: int) -> None:
+        self._chunk, self._parts, self._state_bits = chunk, parts, state_bits
+
+    def remainder(self, span: Span) -> torch.Tensor | None:
+        return self._elements("remainder", span) if span.tensor.is_split else None
+
+    def moment(self, name: str, span: Span) -> torch.Tensor | Moment8:
+        if self._state_bits == 32:
+            return self._elements(name, span)
+        first = self._first(span) // BLOCK
+        scales = self._parts[f"{name}.scales"][first : first - (-span.numel // BLOCK)]
+        return Moment8(codes=self._elements(f"{name}.codes", span), scales=scales)
+
+    def gradient(self, span: Span) -> torch.Tensor:
+        if self._chunk.arrival == Arrival.SUMMED:
+            return self._elements(ACCUMULATOR, span)
+        itemsize = span.tensor.dtype.itemsize
+        start = span.tensor.gradient_offset_bytes + span.start * itemsize
+        start -= self._chunk.byte_range("gradient_offset_bytes")[0]
+        return self._parts[GRADIENT][start : start + span.numel * itemsize].view(span.tensor.dtype)
+
+    def _first(self, span: Span) -> int:
+        return span.tensor.state_offset + span.start - self._chunk.first_element
+
+    def _elements(self, key: str, span: Span) -> torch.Tensor:
+        first = self._first(span)
+        return self._parts[key][first : first + span.numel]
+
+
+class StateSlot:
+    """One staging buffer, and the stream on which everything happens to it."""
+
+    def __init__(self, nbytes: int, streams: Streams) -> None:
+        self._memory = torch.empty(nbytes + PADDING_BYTES, dtype=torch.uint8, device=streams.device)
+        self.stream = streams.slot_stream()
+        streams.wait(self.stream, streams.record())  # its memory may be what running kernels still read
+
+    def load(self, home: UnitHome, chunk: Chunk) -> Staged:
+        """Starts bringing a chunk in, on the current stream."""
+        parts, end = {}, 0
+        for key, dtype, buffer, start, nbytes in self._pieces(home, chunk):
+            part = self._memory[end : end + nbytes]
+            buffer.read(start, part)
+            parts[key] = part.view(dtype)
+            end += align_up(nbytes, BLOCK)
+        return Staged(chunk, parts, home.plan.state_bits)
+
+    def store(self, home: UnitHome, chunk: Chunk) -> None:
+        """Starts bringing the states of the chunk that was loaded last home, on the current stream."""
+        end = 0
+        for key, _, buffer, start, nbytes in self._pieces(home, chunk):
+            if key not in (GRADIENT, ACCUMULATOR):
+                buffer.write(start, self._memory[end : end + nbytes])
+            end += align_up(nbytes, BLOCK)
+
+    def _pieces(self, home: UnitHome, chunk: Chunk) -> Iterator[tuple]:
+        """(key, dtype, buffer at home, offset there, bytes) of what makes up a chunk."""
+        num_blocks = home.layout.state_numel // BLOCK
+        flats = [*state_flats(home.layout, home.plan, native=True)]
+        if chunk.arrival == Arrival.SUMMED:
+            flats.append((ACCUMULATOR, torch.float32, home.layout.state_numel))
+        else:
+            start, end = chunk.byte_range("gradient_offset_bytes")
+            yield GRADIENT, torch.uint8, home.gradient_buffer, start, end - start
+        for key, dtype, numel in flats:
+            block_bytes = numel // num_blocks * dtype.itemsize
+            start = chunk.first_element // BLOCK * block_bytes
+            yield key, dtype, home.state_buffers[key], start, chunk.numel // BLOCK * block_bytes

@@ -1,0 +1,221 @@
+"""Updates by the GPU of units whose optimizer states rest in host memory.
+
+`step()` only notes such an update. It begins ahead of the unit's next forward: states and gradient come into a state
+slot, the weights into the weight slot that the forward uses (or they rest on the GPU), the kernel runs, and what
+changed goes home while the unit computes. No host core takes part.
+
+[Note: order] Three chains of events, one per kind of work, keep chunks in the order in which they are needed: the next
+one comes only when the one before is there, so that it never takes half of the link from it. They also make the
+events of a unit's last chunk stand for all of its chunks.
+
+[Note: who waits for what]
+- the states' next arrival, and the weights' next way to a slot: for their return (`unit.returned_event`);
+- gradients of the next backward, on the way home: until the update has read the last ones (`gradients_read_event`);
+- a weight slot's next unit: until the weights have left (`WeightSlot.left`); the unit's forward: for the update
+  (`WeightSlot.ready`, or `publish_event` where weights rest on the GPU);
+- the update: for the gradients' arrival at home, and for all that `step()` found launched on the compute stream, which
+  read the old weights;
+- outside readers of a weight at home: for its return, by the host. Between the unit's forward and the return its
+  parameters are pending again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.kernels.adamw import AdamWStep, Batch
+from lazytrain_plugin.plan.problem import STEM_STAGING_BYTES
+from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.slots import WeightSlot, WeightSlots
+from lazytrain_plugin.runtime.state_slots import Chunk, StateSlot, bytes_per_block, cut
+from lazytrain_plugin.runtime.streams import Streams
+from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.update import NativeAdamW, StepScalars, update_span
+
+
+class StreamedUpdate:
+    """One update of one unit, from `step()` until its weights are known to be home."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        steps: dict[UnitTensor, AdamWStep],
+        chunks: Iterable[Chunk],
+        stepped,
+        begin: Callable[[], None],
+        resolve: Callable[[], None],
+    ) -> None:
+        self._unit = unit
+        self.steps = steps
+        self.chunks = deque(chunks)
+        """What has not begun yet."""
+        self.stepped = stepped
+        """When everything that read the old weights is done."""
+        self.begin = begin
+        self.resolve = resolve
+        """What a reader of a pending weight calls."""
+
+    @property
+    def begun(self) -> bool:
+        return not self.chunks
+
+    @property
+    def returned(self) -> bool:
+        """Whether everything that it changed is at home."""
+        return self.begun and self._unit.returned_event.query()
+
+
+class StreamedUpdates:
+    """Begins them in forward order, ahead of need; lets readers wait for them."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._slots: list[StateSlot] = []
+        self._slot_bytes = 0
+        self._weight_slots: WeightSlots | None = None
+        self._place: dict[Unit, int] = {}
+        self.queued: list[Unit] = []
+        """Units whose update has not begun."""
+        self._turn = 0
+        # See [Note: order].
+        self._arrived = self._updated = self._returned = None
+        # A pending weight may be read from any thread.
+        self._one_begins = threading.RLock()
+
+    @staticmethod
+    def check(plan: PlacementPlan, *, native: bool) -> None:
+        """Raises PlanMismatchError where the plan streams states that the native kernels don't keep."""
+        streams = next((unit.name for unit in (*plan.units, *plan.stem) if unit.streams_states), None)
+        if streams is not None and not native:
+            raise PlanMismatchError(
+                f"{streams}: states that pass the GPU for their update need the native kernels, and the client's own "
+                'optimizer keeps its states itself; set "optimizer": {"implementation": "native"}, or let the CPU '
+                'update it (updater: "cpu")'
+            )
+
+    def make_slots(self, plan: PlacementPlan, forward_order: list[Unit], weight_slots: WeightSlots | None) -> None:
+        """Staging buffers for a plan that was placed. Nothing may be queued."""
+        self._place = {unit: i for i, unit in enumerate(forward_order)}
+        self._weight_slots = weight_slots
+        streaming = [unit for unit in forward_order if unit.home.plan.streams_states and unit.trained]
+        sizes = [bytes_per_block(unit.home) * (unit.layout.state_numel // 256) for unit in streaming]
+        self._slot_bytes = min(max(sizes, default=0), STEM_STAGING_BYTES)
+        self._slots = [StateSlot(self._slot_bytes, self._streams) for _ in range(plan.state_slots if streaming else 0)]
+
+    def close(self) -> None:
+        """Gives the staging buffers back. Everything must be at rest."""
+        self._slots, self._weight_slots = [], None
+
+    def queue(
+        self,
+        unit: Unit,
+        arrived: dict[UnitTensor, Arrival],
+        scalars: StepScalars,
+        updater: NativeAdamW,
+        stepped,
+        resolve: Callable[[], None],
+    ) -> None:
+        """Notes an update; units come in forward order.
+
+        Args:
+            stepped: event after everything that reads the old weights.
+            resolve: waits for the update and calls `unit.settle`.
+        """
+        steps = {tensor: updater.next_step(tensor, scalars) for tensor in arrived}
+        max_blocks = self._slot_bytes // bytes_per_block(unit.home)
+        chunks = cut(arrived, unit.layout, max_blocks)
+        if not chunks:
+            return  # tensors without elements
+        unit.mark_streamed(StreamedUpdate(unit, steps, chunks, stepped, partial(self.begin, unit), resolve))
+        self.queued.append(unit)
+
+    def begin_following(self, unit: Unit | None) -> None:
+        """Begins the next updates after `unit` in forward order (None: the first ones), as many as there are slots.
+
+        One whose weights have no slot yet comes with its weights' prefetch; those behind it wait, or they would come
+        before what is needed sooner.
+        """
+        if not self.queued:
+            return
+        here = -1 if unit is None else self._place[unit]
+        for upcoming in [queued for queued in self.queued if self._place[queued] > here][: len(self._slots)]:
+            if streams_weights(upcoming) and not self._weight_slots.holds(upcoming):
+                return
+            self.begin(upcoming)
+
+    def begin_all(self) -> None:
+        """Begins every update that has not begun."""
+        for unit in list(self.queued):
+            self.begin(unit)
+
+    def begin(self, unit: Unit) -> None:
+        """Launches the unit's update, unless that was done; never waits for the device."""
+        with self._one_begins:
+            update = unit.streamed_update
+            if update is None or unit not in self.queued:
+                return
+            weights = self._weight_slots.hold(unit) if streams_weights(unit) else None
+            before = unit.returned_event
+            with self._streams.host_waits("update"):
+                while update.chunks:
+                    self._pass(unit, update, update.chunks[0], weights, before)
+                    update.chunks.popleft()  # not earlier: an interrupt may come, and this goes on where it stopped
+            self.queued.remove(unit)
+
+    def _pass(self, unit: Unit, update: StreamedUpdate, chunk: Chunk, weights: WeightSlot | None, before) -> None:
+        streams, home = self._streams, unit.home
+        slot = self._slots[self._turn % len(self._slots)]
+        self._turn += 1
+        with streams.on(slot.stream):
+            for event in (self._arrived, unit.gradient_event, before):
+                streams.wait(slot.stream, event)
+            staged = slot.load(home, chunk)
+        self._arrived = streams.record(slot.stream)
+        with streams.on(slot.stream):
+            for event in (self._updated, update.stepped, weights.ready if weights is not None else None):
+                streams.wait(slot.stream, event)
+            batch = Batch()
+            for span in chunk.spans:
+                tensor = span.tensor
+                weight = tensor.weight_view(weights.flat) if weights is not None else home.weight(tensor)
+                update_span(
+                    tensor,
+                    weight[span.start : span.start + span.numel],
+                    staged.remainder(span),
+                    staged.gradient(span),
+                    (staged.moment("exp_avg", span), staged.moment("exp_avg_sq", span)),
+                    update.steps[tensor],
+                    start=span.start,
+                    batch=batch,
+                )
+            batch.run()
+        self._updated = streams.record(slot.stream)
+        with streams.on(slot.stream):
+            streams.wait(slot.stream, self._returned)
+            slot.store(home, chunk)
+            if weights is not None:
+                start, end = chunk.byte_range("weight_offset_bytes")
+                home.host_buffer.write(start, weights.flat[start:end])
+        self._returned = streams.record(slot.stream)
+        unit.gradients_read_event, unit.returned_event = self._arrived, self._returned
+        if weights is not None:
+            weights.ready, weights.left = self._updated, self._returned
+        else:
+            unit.publish_event = self._updated
+
+    def finish(self, unit: Unit) -> None:
+        """Until the unit's weights at rest are new: for the host where they rest there, else see `publish_event`."""
+        self.begin(unit)
+        if streams_weights(unit):
+            with self._streams.host_waits("update"):
+                unit.returned_event.synchronize()
+
+
+def streams_weights(unit: Unit) -> bool:
+    """Whether the unit's weights rest off the device, and come to it in a slot."""
+    return unit.module is not None and not unit.home.on_gpu
