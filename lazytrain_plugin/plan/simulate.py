@@ -145,16 +145,25 @@ class _Step:
                 )
             else:
                 on_cpu.append((cost, unit))
-        for cost, unit in on_cpu:
-            self._update_on_cpu(cost, unit, step_s)
+        updated_on_cpu = {cost.name for cost, _ in on_cpu}
+        for cost, unit in (*self.first, *self.units, *self.last):
+            delay_s = self.problem.update_delay_s(offloaded_bytes(cost, unit)) if updated_on_cpu else 0.0
+            if cost.name in updated_on_cpu:
+                self._update_on_cpu(cost, unit, step_s, delay_s)
+            elif delay_s:
+                self.clock.run(f"slower updates beside the offload of {cost.name}", Resource.WORKER, delay_s, step_s)
 
-    def _update_on_cpu(self, cost: UnitCost, unit: UnitPlan, step_s: float) -> None:
+    def _update_on_cpu(self, cost: UnitCost, unit: UnitPlan, step_s: float, delay_s: float) -> None:
         staged = nvme_staged_bytes(cost, unit)
         ready_s = step_s
         if staged:
             ready_s = self._read_nvme(f"read {cost.name}", staged, step_s, self.written_s.get(cost.name, 0.0))
         updated_s = self.clock.run(
-            f"update {cost.name}", Resource.WORKER, cost.cpu_update_s, ready_s, self.gradient_s.get(cost.name, 0.0)
+            f"update {cost.name}",
+            Resource.WORKER,
+            cost.cpu_update_s + delay_s,
+            ready_s,
+            self.gradient_s.get(cost.name, 0.0),
         )
         self.weight_s[cost.name] = updated_s
         if staged:

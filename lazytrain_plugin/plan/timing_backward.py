@@ -10,7 +10,7 @@ import highspy
 from lazytrain_plugin.plan.capacity import offloaded_mib
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
-from lazytrain_plugin.plan.timing_forward import has_streams, last_sent_ms, loss_ms, stem_indices
+from lazytrain_plugin.plan.timing_forward import has_streams, last_sent_ms, loss_ms, stem_indices, worker_ms
 from lazytrain_plugin.plan.variables import Expression, Variables
 from lazytrain_plugin.units import MIB
 
@@ -215,7 +215,7 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
     write: Expression = 0
     for u, cost in enumerate(problem.units):
         add = ms(micro_batches * cost.accumulate_s) * v.sends(u)
-        worker = worker + ms(cost.cpu_update_s) * v.on_worker(u) + add
+        worker = worker + worker_ms(problem, v, u) + add
         states = ms(problem.d2h_s(cost.streamed_out_bytes)) * v.streams_states(u)
         states = states + ms(problem.d2h_s(cost.weight_bytes)) * v.homes["stream_update"][u]
         per_micro = ms(cost.gradient_d2h_s) * v.sends(u) + ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)

@@ -19,8 +19,9 @@ from lazytrain_plugin.units import MIB
 def add_updates(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """The worker updates in forward order, each unit once its gradients rest on the host (Eq. 10).
 
-    updated(u) >= updated(u-1) + update(u) on_worker(u)
-    updated(u) >= arrived(u) - backward(0) + update(u) on_worker(u) - tail (1 - sends(u))
+    updated(u) >= updated(u-1) + update(u) on_worker(u) + delay(u)
+    updated(u) >= arrived(u) - backward(0) + update(u) on_worker(u) + delay(u) - tail (1 - sends(u))
+    `delay` is what the activations of unit u that leave the GPU in forward cost the worker.
     `arrived` is the gradients' time in the backward before (the step repeats); `tail` bounds what the links and the
     worker still have to do when backward ends. For streamed states `updated` is when their gradients are there. Rows:
     `update_order(u)`, `update_gradients(u)`.
@@ -30,8 +31,7 @@ def add_updates(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
     stem_arrived = v.stem_accumulated_ms if problem.has_accumulation else v.stem_sent_ms
     tail = _tail_ms(problem)
 
-    def add(label, updated, before, gradients, cost: UnitCost, on_worker: Expression, sends: Expression) -> None:
-        duration = ms(cost.cpu_update_s) * on_worker
+    def add(label, updated, before, gradients, cost: UnitCost, duration: Expression, sends: Expression) -> None:
         if before is not None:
             model.addConstr(updated >= before + duration, name=name("update_order", label))
         if cost.num_trainable:
@@ -43,17 +43,24 @@ def add_updates(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
     def add_stem(s: int, before):
         worker, sends = v.stem_on_worker(s), 1 - v.stem_on_gpu[s]
         cost = problem.stem[s]
-        add(cost.name, v.stem_updated_ms[s], before, stem_arrived[s], cost, worker, sends)
+        add(cost.name, v.stem_updated_ms[s], before, stem_arrived[s], cost, ms(cost.cpu_update_s) * worker, sends)
         return v.stem_updated_ms[s]
 
     before = None
     for s in stem_indices(problem, first=True):
         before = add_stem(s, before)
     for u, cost in enumerate(problem.units):
-        add(u, v.updated_ms[u], before, arrived[u], cost, v.on_worker(u), v.sends(u))
+        add(u, v.updated_ms[u], before, arrived[u], cost, worker_ms(problem, v, u), v.sends(u))
         before = v.updated_ms[u]
     for s in stem_indices(problem, first=False):
         before = add_stem(s, before)
+
+
+def worker_ms(problem: PlacementProblem, v: Variables, u: int) -> Expression:
+    """The worker's time for unit u: its update, and what its leaving activations cost the updates beside them."""
+    cost = problem.units[u]
+    delay = ms(problem.update_delay_s(MIB)) * offloaded_mib(cost, v, u)
+    return ms(cost.cpu_update_s) * v.on_worker(u) + delay
 
 
 def add_disk(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -77,7 +84,7 @@ def add_disk(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> N
         if u >= depth:
             free = v.disk_written_ms[u - depth]
             model.addConstr(v.disk_read_ms[u] >= free + read, name=name("disk_read_slot", u))
-        update = ms(cost.cpu_update_s) * v.on_worker(u)
+        update = worker_ms(problem, v, u)
         model.addConstr(v.updated_ms[u] >= v.disk_read_ms[u] + update, name=name("update_disk", u))
         if not cost.num_trainable:
             write = 0

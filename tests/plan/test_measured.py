@@ -15,18 +15,21 @@ from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import GIB
-from lazytrain_plugin.vocab import Fidelity, Tier, Updater
+from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 from tests.plan.shapes import profile
 
 CONTEXT_GIB = 0.6
 H200 = Path(__file__).parents[2] / "configs" / "hardware" / "h200_1x.json"
 ON_GPU = {"weights": Tier.GPU, "states": Tier.GPU, "updater": Updater.GPU}
+ALL_STEM = ("rest", "embed_tokens", "lm_head")
 CELLS = {
     # state bits, resident units, stem units with states on the GPU, weight slots,
     # allocated GiB, reserved GiB, host GiB or None, step s
     "planned, 8-bit": (8, 3, ("rest", "embed_tokens", "lm_head"), 3, 25.35, 27.38, 45.9, 3.654),
     "by hand, 8-bit": (8, 6, ("rest", "embed_tokens", "lm_head"), 2, 28.85, 30.94, None, 3.431),
     "planned, 32-bit": (32, 1, ("rest", "embed_tokens"), 3, 24.58, 27.07, 90.8, 3.480),
+    "inputs on the host, last unit keeps, 8-bit": (8, 8, ALL_STEM, 2, 29.01, 30.74, 42.4, 3.478),
+    "all resident, last unit keeps, 8-bit": (8, 28, ALL_STEM, 2, 62.17, 66.50, None, 3.033),
 }
 
 
@@ -39,6 +42,11 @@ def problem_and_plan(cell):
     lean = leanest_plan(problem)
     units = tuple(replace(unit, **ON_GPU) if index < resident else unit for index, unit in enumerate(lean.units))
     on_gpu = tuple(replace(unit, **ON_GPU) if unit.name.removeprefix("stem.") in stem else unit for unit in lean.stem)
+    if "last unit keeps" in cell:
+        units = (*units[:-1], replace(units[-1], activations=Activations.KEEP))
+    if "inputs on the host" in cell:
+        # What a unit keeps holds its input.
+        units = (*(replace(unit, boundary=Tier.CPU) for unit in units[:-1]), units[-1])
     return problem, replace(lean, units=units, stem=on_gpu)
 
 
@@ -57,7 +65,9 @@ def test_gpu_memory_is_the_measured_one(cell):
 
 
 def rest_bytes(ledger):
-    return sum(ledger.gpu[line] for line in ("units: weights and states", "stem: weights and states", "weight slots"))
+    return sum(
+        ledger.gpu.get(line, 0) for line in ("units: weights and states", "stem: weights and states", "weight slots")
+    )
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if CELLS[cell][6] is not None])
