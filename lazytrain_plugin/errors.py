@@ -31,3 +31,7 @@ class KernelError(LazyTrainError):
 
 class StorageError(LazyTrainError):
     """A disk that holds a part of training is full, failing, missing, or gave back other bytes than were written."""
+
+
+class CommunicationError(LazyTrainError):
+    """Ranks could not exchange gradients; the message names the phase, this rank and those that are silent."""

@@ -47,7 +47,7 @@ def row_bytes(blocks: int, bits: int) -> int:
 
 
 def inverse_of_largest(bits: int) -> float:
-    """A little above 1 / 127 or 1 / 511: a step is rounded up anyway, and so the product is never below the quotient."""
+    """A little above 1 / 127 or 1 / 511: a product with it is never below the quotient, and steps are rounded up."""
     return (1.0 + 2.0**-22) / LARGEST_CODE[bits]
 
 
@@ -67,7 +67,7 @@ def encode(values: torch.Tensor, bits: int, blocks: int, rows_out: torch.Tensor)
 
 
 def decode(rows: torch.Tensor, bits: int, blocks: int, values_out: torch.Tensor) -> None:
-    """Writes the first n decoded elements of `rows`, one row after the other, to `values_out` [n], rounded to its dtype.
+    """Writes the first n elements of `rows`, one row after the other, to `values_out` [n], rounded to its dtype.
 
     Shapes and errors as in `encode`.
     """

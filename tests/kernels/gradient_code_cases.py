@@ -4,7 +4,7 @@ import torch
 
 
 def awkward_values(numel, seed=0, dtype=torch.float32):
-    """Blocks of 64 with normal values, all zeros, one outlier, exact halves of a step, tiny, huge, NaN and infinities."""
+    """Blocks of 64: normal values, zeros, one outlier, exact halves of a step, tiny, huge, NaN, infinities."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(numel, generator=generator)
     x[64:128] = 0

@@ -1,0 +1,125 @@
+"""The process groups of a reducer, and collectives whose failure says which phase it was and which ranks are silent."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lazytrain_plugin.comm.topology import Topology, node_key
+from lazytrain_plugin.errors import CommunicationError
+
+SIGN_OF_LIFE_S = 3.0
+"""How long a rank whose collective failed waits for the others' reports before it names those that sent none."""
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+
+
+class Hops:
+    """Groups of its own, so that a reduction under way never meets another collective of the same ranks.
+
+    `job`: all ranks; `inside`: this node's; `across`: the ranks at the same position of every node. Every rank of
+    `group` makes one at the same point of its program. Only `inside` and `across` of a topology with nodes of one size
+    exist; otherwise every rank counts as a node.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, topology: Topology | None, device: torch.device, timeout_s: float | None
+    ) -> None:
+        self.device = device
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank = dist.get_rank(group)
+        self._timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        self.job = self._new_group(range(len(self.ranks)))
+        self.topology = self._discover() if topology is None else topology
+        if self.topology.world_size != len(self.ranks):
+            raise CommunicationError(
+                f"The topology has {self.topology.world_size} ranks and the process group {len(self.ranks)}; give the "
+                "nodes of this group, or none."
+            )
+        nodes = self.topology.nodes
+        if self.topology.ranks_per_node is None:
+            nodes = tuple((rank,) for rank in range(len(self.ranks)))
+        node = next(node for node in nodes if self.rank in node)
+        self.inside = self._new_group(node) if len(node) > 1 else None
+        peers = [other[node.index(self.rank)] for other in nodes]
+        self.across = self._new_group(peers) if len(peers) > 1 else None
+        self.ranks_per_node, self.nodes = len(node), len(nodes)
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        members = [self.ranks[rank] for rank in ranks]
+        return dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
+
+    def _discover(self) -> Topology:
+        mine = torch.tensor([node_key()], dtype=torch.int64, device=self.device)
+        keys = [torch.empty_like(mine) for _ in self.ranks]
+        with self.phase("look-up of the nodes"):
+            dist.all_gather(keys, mine, group=self.job)
+        return Topology.from_keys([int(key) for key in keys])
+
+    def position(self, group: dist.ProcessGroup | None) -> int:
+        return 0 if group is None else dist.get_rank(group)
+
+    def exchange(
+        self, phase: str, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup,
+        received_sizes: list[int] | None = None, sent_sizes: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        with self.phase(phase):
+            dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
+
+    def gather(self, phase: str, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+        with self.phase(phase):
+            _all_gather(received, sent, group=group)
+
+    def sum(self, phase: str, values: torch.Tensor) -> None:
+        with self.phase(phase):
+            dist.all_reduce(values, group=self.job)
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Each of `seconds` as the slowest rank has it."""
+        values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        with self.phase("comparison of measured times"):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.job)
+        return values.tolist()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Raises CommunicationError, with the phase and the ranks that are gone, for what a backend raises."""
+        begin = time.monotonic()
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            waited_s = time.monotonic() - begin
+            silent = self._silent_ranks()
+            who = f"No sign of life from rank {', '.join(map(str, silent))}" if silent else "Every rank still answers"
+            raise CommunicationError(
+                f"Rank {self.ranks[self.rank]}: the {name} of a gradient reduction failed after {waited_s:.1f} s. "
+                f"{who}; see the first error of that rank's log, then resume from the last checkpoint. ({error})"
+            ) from error
+
+    def _silent_ranks(self) -> list[int]:
+        """Global ranks that don't report, within `SIGN_OF_LIFE_S`, that this reduction failed for them too."""
+        try:
+            # The store of the rendezvous: it needs no collective, and under a launcher it outlives every rank.
+            store = dist.distributed_c10d._get_default_store()
+            key = f"lazytrain/failed/{self.job.group_name}"
+            store.set(f"{key}/{self.ranks[self.rank]}", "1")
+            missing = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+            end = time.monotonic() + SIGN_OF_LIFE_S
+            while missing and time.monotonic() < end:
+                missing = [rank for rank in missing if not store.check([f"{key}/{rank}"])]
+                time.sleep(0.05)
+            return missing
+        except (RuntimeError, AttributeError):
+            return [self.ranks[0]]  # the store lives in the first rank where there is no launcher
+
+    def close(self) -> None:
+        for group in (self.across, self.inside, self.job):
+            if group is not None:
+                dist.destroy_process_group(group)

@@ -1,0 +1,329 @@
+"""The quantized all-reduce: mean gradients over ranks, with 8-bit codes between nodes.
+
+For a bucket of n elements on M nodes of L ranks, part (l, m) belongs to the rank at position l of node m:
+
+    inside a node    all-to-all of parts l in the gradient's precision, added in fp32         (only if L > 1)
+    between nodes    all-to-all of parts m in 8-bit codes, decoded and added in fp32, divided
+    between nodes    all-gather of the means in 10-bit codes
+    inside a node    all-gather of decoded means in the gradient's precision                  (only if L > 1)
+
+Error. Each element is rounded twice, whatever the number of ranks: a node's contribution in 8 bits and the mean in 10.
+Were every contribution rounded once and added exactly, the error would be at most the mean of the nodes' rounding
+errors (triangle inequality), and, their errors being independent, as large relative to the mean of independent
+gradients as one rounding is to one gradient: e. The second rounding adds e / 4 in an independent direction:
+sqrt(1 + 1/16) e = 1.03 e. A second rounding in 8 bits would make 1.41 e.
+
+Every part is added up by one rank, in the order of nodes, and all ranks decode the same codes: identical bits.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lazytrain_plugin.comm import threshold
+from lazytrain_plugin.comm.hops import Hops
+from lazytrain_plugin.comm.stats import CommStats
+from lazytrain_plugin.comm.topology import Topology
+from lazytrain_plugin.errors import CommunicationError, ConfigError
+from lazytrain_plugin.kernels import gradient_codes as codes
+
+logger = logging.getLogger(__name__)
+
+CONTRIBUTION_BITS, RESULT_BITS = 8, 10
+LARGEST_CHUNK = 2**26
+"""Elements reduced at once; bounds the buffers: about 4 bytes for each."""
+ALIGNED_BLOCKS = 8
+"""Parts of many blocks are a multiple of this, so that rows of codes begin at multiples of 16 bytes."""
+
+
+def blocks_of_part(numel: int, parts: int) -> int:
+    """Blocks of 64 in each of `parts` equal parts that hold `numel` elements."""
+    blocks = -(-numel // (codes.BLOCK * parts))
+    return blocks if blocks < 128 * ALIGNED_BLOCKS else -(-blocks // ALIGNED_BLOCKS) * ALIGNED_BLOCKS
+
+
+class Reduction:
+    """A reduction under way; `wait` before the tensor is read or written."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Returns when the tensor holds the mean; on CUDA, when the current stream is made to wait for that.
+
+        Raises CommunicationError if ranks could not exchange their gradients (on CUDA, NCCL's watchdog ends the
+        process instead).
+        """
+        self._wait()
+
+
+class QuantizedReducer:
+    """Averages tensors over the ranks of a process group, in place.
+
+    Every rank makes one at the same point of its program and reduces the same tensors in the same order.
+
+    Args:
+        group: default: all ranks.
+        bits: 8, or 16 for full precision throughout (the same interface, to compare).
+        topology: default: found with `node_key`. Where every rank is on one node, nothing is quantized.
+        smallest_bucket_elements: smaller buckets are reduced in full precision; default: measured now, on all ranks.
+        timeout_s: a collective that takes longer fails; default: torch's.
+        device: of the gradients; default: the current CUDA device under NCCL, else the CPU.
+
+    Raises:
+        ConfigError: other bits. CommunicationError: a topology of another number of ranks, or a rank is gone.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        bits: int = 8,
+        topology: Topology | None = None,
+        smallest_bucket_elements: int | None = None,
+        timeout_s: float | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if bits not in (8, 16):
+            raise ConfigError(f"Gradients travel in 8 or 16 bits, not {bits}.")
+        if device is None:
+            on_gpu = "nccl" in str(dist.get_backend(group))
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._hops = Hops(group, topology, device, timeout_s)
+        self._stats = CommStats()
+        self._said: set[str] = set()
+        self._failure: CommunicationError | None = None
+        # Reductions overlap backward: on CUDA on a stream of their own, so that no kernel of backward waits for the
+        # network; on the CPU, where collectives block, on one thread, which keeps their order.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker: concurrent.futures.ThreadPoolExecutor | None = None
+        self._last: concurrent.futures.Future | None = None
+        self.off_because = "bits: 16" if bits == 16 else "one node" if self._hops.across is None else None
+        self.smallest_bucket_elements = smallest_bucket_elements or 0
+        if self.off_because is None and smallest_bucket_elements is None:
+            self.smallest_bucket_elements, rows = threshold.measure(self._timed_run, self._hops.slowest)
+            for size, full_s, quantized_s in rows:
+                logger.debug("%d elements: full %.3g s, quantized %.3g s", size, full_s, quantized_s)
+            self._stats = CommStats()
+        logger.info("gradient reduction: %s", self.describe())
+
+    @property
+    def topology(self) -> Topology:
+        return self._hops.topology
+
+    @property
+    def world_size(self) -> int:
+        return len(self._hops.ranks)
+
+    def stats(self) -> CommStats:
+        """A copy of the counters of this rank."""
+        return self._stats.copy()
+
+    def describe(self) -> str:
+        where = self.topology.describe()
+        if self.off_because is not None:
+            return f"full precision ({self.off_because}), {where}"
+        if self.smallest_bucket_elements >= threshold.NEVER:
+            return f"full precision (measured: codes are not faster at any size on this link), {where}"
+        inside = ", full precision inside a node" if self._hops.inside is not None else ""
+        if self.topology.ranks_per_node is None:
+            inside = " and, as nodes are of unequal size, inside them"
+        return (
+            f"8-bit codes between nodes{inside}, {where}; "
+            f"buckets below {self.smallest_bucket_elements} elements in full precision"
+        )
+
+    def fallback_reason(self, tensor: torch.Tensor) -> str | None:
+        """Why this tensor would be reduced in full precision; None if it would not."""
+        if self.off_because is not None:
+            return self.off_because
+        if tensor.dtype not in codes.DTYPES:
+            return f"{str(tensor.dtype).removeprefix('torch.')} tensor"
+        return "small bucket" if tensor.numel() < max(1, self.smallest_bucket_elements) else None
+
+    def reduce(self, tensor: torch.Tensor, divisor: float | None = None) -> None:
+        """Sums `tensor` (any shape and dtype) over the ranks and divides it by `divisor`, by default their number.
+
+        In place, in stream order on CUDA. Raises CommunicationError if ranks could not exchange their gradients.
+        """
+        if self._last is not None:
+            concurrent.futures.wait([self._last])
+        self._run(tensor, divisor)
+
+    def reduce_async(
+        self,
+        tensor: torch.Tensor,
+        divisor: float | None = None,
+        then: Callable[[], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> Reduction:
+        """As `reduce`, beside the caller's work.
+
+        `then` is called when it is done (on CUDA when it is queued, within its stream), `on_error` if it failed.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            tensor.record_stream(self._stream)
+            with torch.cuda.stream(self._stream):
+                self._run_then(tensor, divisor, then, on_error)
+                done = self._stream.record_event()
+            return Reduction(lambda: torch.cuda.current_stream(tensor.device).wait_event(done))
+        if self._worker is None:
+            self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lazytrain-comm")
+        self._last = self._worker.submit(self._run_then, tensor, divisor, then, on_error)
+        return Reduction(self._last.result)
+
+    def reduce_bucketed(
+        self, tensors: Sequence[torch.Tensor], divisor: float | None = None, bucket_elements: int = 2**23
+    ) -> None:
+        """As `reduce` for each of `tensors`, packed by dtype into buckets that overlap their packing and unpacking."""
+        buckets: list[list[torch.Tensor]] = []
+        open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            bucket = open_buckets.setdefault(tensor.dtype, [])
+            if bucket and sum(t.numel() for t in bucket) + tensor.numel() > bucket_elements:
+                bucket = open_buckets[tensor.dtype] = []
+            if not bucket:
+                buckets.append(bucket)
+            bucket.append(tensor)
+        under_way = []
+        for bucket in buckets:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            under_way.append((bucket, flat, self.reduce_async(flat, divisor)))
+        for bucket, flat, reduction in under_way:
+            reduction.wait()
+            for tensor, reduced in zip(bucket, flat.split([t.numel() for t in bucket])):
+                tensor.detach().copy_(reduced.view_as(tensor))
+
+    def count_fallback(self, tensor: torch.Tensor, reason: str) -> None:
+        """Counts a full-precision all-reduce of `tensor`, done here or by the caller, and says so the first time."""
+        self._stats.full_precision_buckets += 1
+        self._stats.fallbacks[reason] += 1
+        if self._hops.nodes > 1:
+            world = self.world_size
+            sent_bytes = 2 * (world - 1) / world * tensor.numel() * tensor.element_size()
+            self._stats.wire_bytes += round(sent_bytes / self._hops.ranks_per_node)
+        if reason not in self._said and self.off_because is None:
+            self._said.add(reason)
+            logger.info("a gradient bucket of %d elements is reduced in full precision: %s", tensor.numel(), reason)
+
+    def close(self) -> None:
+        """Ends the thread and the process groups; every rank calls it."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        self._hops.close()
+
+    def _run_then(
+        self,
+        tensor: torch.Tensor,
+        divisor: float | None,
+        then: Callable[[], None] | None,
+        on_error: Callable[[Exception], None] | None,
+    ) -> None:
+        try:
+            self._run(tensor, divisor)
+        except Exception as error:
+            if on_error is not None:
+                on_error(error)
+            raise
+        if then is not None:
+            then()
+
+    @torch.no_grad()
+    def _run(self, tensor: torch.Tensor, divisor: float | None) -> None:
+        if self._failure is not None:
+            raise self._failure
+        divisor = float(self.world_size if divisor is None else divisor)
+        flat = tensor.detach().reshape(-1)  # a copy if the tensor is not contiguous
+        try:
+            reason = self.fallback_reason(flat)
+            if reason is None:
+                for chunk in flat.split(LARGEST_CHUNK):
+                    self._quantized(chunk, divisor)
+                self._stats.quantized_buckets += 1
+                self._stats.quantized_elements += flat.numel()
+            else:
+                self._full(flat, divisor)
+                self.count_fallback(flat, reason)
+        except CommunicationError as error:
+            self._failure = error
+            raise
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(flat.view_as(tensor))
+
+    def _full(self, flat: torch.Tensor, divisor: float) -> None:
+        if flat.numel() == 0:
+            return
+        if flat.dtype.is_floating_point or flat.dtype.is_complex:
+            flat.div_(divisor)  # before the sum, as DDP does: fp16 must not overflow where the mean would not
+            self._hops.sum("full-precision all-reduce", flat)
+        else:
+            self._hops.sum("full-precision all-reduce", flat)
+            flat.copy_(flat.div(divisor, rounding_mode="trunc"))
+
+    def _quantized(self, flat: torch.Tensor, divisor: float) -> None:
+        hops, numel = self._hops, flat.numel()
+        nodes, ranks_per_node = hops.nodes, hops.ranks_per_node
+        blocks = blocks_of_part(numel, nodes * ranks_per_node)
+        part = blocks * codes.BLOCK
+        shard = self._sum_inside(flat, part * nodes)
+
+        sent, received = self._rows(nodes, blocks, CONTRIBUTION_BITS), self._rows(nodes, blocks, CONTRIBUTION_BITS)
+        codes.encode(shard, CONTRIBUTION_BITS, blocks, sent)
+        hops.exchange("quantized exchange between nodes", received.view(-1), sent.view(-1), hops.across)
+        mean = torch.empty(part, dtype=torch.float32, device=flat.device)
+        codes.decode_mean(received, CONTRIBUTION_BITS, blocks, divisor, mean)
+
+        sent, received = self._rows(1, blocks, RESULT_BITS), self._rows(nodes, blocks, RESULT_BITS)
+        codes.encode(mean, RESULT_BITS, blocks, sent)
+        hops.gather("all-gather of means between nodes", received.view(-1), sent.view(-1), hops.across)
+        contributions = (nodes - 1) * codes.row_bytes(blocks, CONTRIBUTION_BITS)
+        self._stats.reduce_scatter_bytes += contributions
+        self._stats.wire_bytes += contributions + (nodes - 1) * codes.row_bytes(blocks, RESULT_BITS)
+
+        if hops.inside is None:
+            codes.decode(received, RESULT_BITS, blocks, flat)
+            return
+        means = torch.empty(part * nodes, dtype=flat.dtype, device=flat.device)
+        codes.decode(received, RESULT_BITS, blocks, means)
+        whole = part * nodes * ranks_per_node
+        gathered = flat if whole == numel else torch.empty(whole, dtype=flat.dtype, device=flat.device)
+        hops.gather("all-gather inside a node", gathered, means, hops.inside)
+        self._stats.node_bytes += (ranks_per_node - 1) * means.numel() * means.element_size()
+        if gathered is not flat:
+            flat.copy_(gathered[:numel])
+
+    def _sum_inside(self, flat: torch.Tensor, shard_numel: int) -> torch.Tensor:
+        """This rank's shard of `flat`, summed over the node in fp32; where a rank is a node, `flat` itself."""
+        hops = self._hops
+        if hops.inside is None:
+            return flat
+        begins = range(0, hops.ranks_per_node * shard_numel, shard_numel)
+        sizes = [max(0, min(shard_numel, flat.numel() - begin)) for begin in begins]
+        mine = sizes[hops.position(hops.inside)]
+        received = torch.empty(hops.ranks_per_node * mine, dtype=flat.dtype, device=flat.device)
+        phase = "full-precision exchange inside a node"
+        hops.exchange(phase, received, flat, hops.inside, [mine] * hops.ranks_per_node, sizes)
+        self._stats.node_bytes += (flat.numel() - mine) * flat.element_size()
+        contributions = received.view(hops.ranks_per_node, mine)
+        total = contributions[0].to(torch.float32, copy=True)
+        for contribution in contributions[1:]:
+            total += contribution
+        return total
+
+    def _rows(self, count: int, blocks: int, bits: int) -> torch.Tensor:
+        shape = (count, codes.row_bytes(blocks, bits))
+        return torch.empty(shape, dtype=torch.uint8, device=self._hops.device)
+
+    def _timed_run(self, numel: int, quantized: bool) -> None:
+        device = self._hops.device
+        generator = torch.Generator(device).manual_seed(numel)
+        values = torch.randn(numel, device=device, generator=generator).to(torch.bfloat16)
+        (self._quantized if quantized else self._full)(values, 1.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,30 @@
+"""What a reducer did so far, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CommStats:
+    """Counters of one rank; `QuantizedReducer.stats()` gives a copy."""
+
+    quantized_buckets: int = 0
+    full_precision_buckets: int = 0
+    quantized_elements: int = 0
+    wire_bytes: int = 0
+    """Bytes that this rank sent to other nodes. A full-precision all-reduce is counted as a ring's, whose every edge
+    carries 2 (n-1)/n of the bucket: that much leaves each node once, here divided by its ranks."""
+    node_bytes: int = 0
+    """Bytes that this rank sent to ranks of its own node, in quantized buckets."""
+    reduce_scatter_bytes: int = 0
+    """The part of `wire_bytes` that gathered contributions in 8-bit codes; the rest carried results."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Buckets reduced in full precision, by reason."""
+
+    def copy(self) -> CommStats:
+        return CommStats(
+            self.quantized_buckets, self.full_precision_buckets, self.quantized_elements, self.wire_bytes,
+            self.node_bytes, self.reduce_scatter_bytes, Counter(self.fallbacks),
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""From which size on the quantized reduction is the faster one: measured at the start, decided alike on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+SIZES = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22)
+"""Elements of the buckets that are tried, smallest first."""
+REPEATS = 3
+BUDGET_S = 3.0
+"""No larger size is tried once this much time is spent."""
+NEVER = 2**62
+
+
+def choose(sizes: Sequence[int], full_s: Sequence[float], quantized_s: Sequence[float]) -> int:
+    """The smallest size from which on quantized was faster at every size tried; `NEVER` if not even at the largest.
+
+    One lucky measurement in the middle of the scale does not count.
+    """
+    threshold = NEVER
+    for size, full, quantized in sorted(zip(sizes, full_s, quantized_s, strict=True), reverse=True):
+        if quantized >= full:
+            break
+        threshold = size
+    return threshold
+
+
+def measure(
+    run: Callable[[int, bool], None],
+    slowest: Callable[[Sequence[float]], list[float]],
+    sizes: Sequence[int] = SIZES,
+    budget_s: float = BUDGET_S,
+) -> tuple[int, list[tuple[int, float, float]]]:
+    """Times both ways and chooses.
+
+    Args:
+        run: reduces a bucket of so many elements, quantized or not, and returns when it is done.
+        slowest: takes this rank's times and returns those of the slowest rank, so that all ranks decide the same.
+        sizes: elements, ascending.
+        budget_s: of the slowest rank, for all sizes together.
+
+    Returns:
+        The threshold in elements, and (size, full_s, quantized_s) of each size tried.
+    """
+    rows: list[tuple[int, float, float]] = []
+    spent_s = 0.0
+    for size in sizes:
+        begin = time.perf_counter()
+        best = []
+        for quantized in (False, True):
+            times = []
+            for _ in range(1 + REPEATS):  # the first warms up: connections, kernels, buffers
+                start = time.perf_counter()
+                run(size, quantized)
+                times.append(time.perf_counter() - start)
+            best.append(min(times[1:]))
+        full_s, quantized_s, took_s = slowest([*best, time.perf_counter() - begin])
+        rows.append((size, full_s, quantized_s))
+        spent_s += took_s
+        if spent_s + 4 * took_s > budget_s:  # the next size has four times the bytes
+            break
+    return choose(*zip(*rows, strict=True)), rows

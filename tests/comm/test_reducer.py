@@ -1,0 +1,365 @@
+"""The quantized reducer on real ranks: error, identical bits, bytes, sizes and dtypes, NaN, failures."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lazytrain_plugin.comm.reducer import QuantizedReducer, blocks_of_part
+from lazytrain_plugin.comm.topology import Topology
+from lazytrain_plugin.kernels import gradient_codes as codes
+from tests.comm.ranks import Failure, run_ranks, succeed
+
+pytestmark = pytest.mark.multiprocess
+LAYOUTS = [(2, 1), (4, 1), (4, 2)]
+"""Ranks, ranks per node."""
+
+
+def make(ranks_per_node, **options):
+    options = {"smallest_bucket_elements": 0, "timeout_s": 30, **options}
+    return QuantizedReducer(topology=Topology.consecutive(dist.get_world_size(), ranks_per_node), **options)
+
+
+def gradient(numel, seed, dtype=torch.float32):
+    """Heavy-tailed and of a different scale in each stretch, as real gradients are."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
+    scale = torch.randn(numel // 500 + 1, generator=torch.Generator().manual_seed(7)).exp()
+    return (x * scale.repeat_interleave(500)[:numel] * 1e-3).to(dtype)
+
+
+def relative_error(ours, exact):
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+def check_bound(ours, parts):
+    """Each element is at most half an 8-bit step of the mean contribution and half a 10-bit step of the mean off."""
+    exact = (sum(part.double() for part in parts) / len(parts)).reshape(-1)
+    padding = (0, -exact.numel() % 64)
+    largest = [torch.nn.functional.pad(p.double().reshape(-1), padding).view(-1, 64).abs().amax(1) for p in parts]
+    mean_largest = (sum(largest) / len(parts)).repeat_interleave(64)[: exact.numel()]
+    steps = mean_largest * (1 + 2**-6) * (1 / 127 + 1 / 511) / 2
+    rounding = torch.finfo(ours.dtype).eps / 2 * (exact.abs() + steps) + torch.finfo(ours.dtype).smallest_normal
+    error = (ours.double().reshape(-1) - exact).abs()
+    assert (error <= steps + rounding).all(), float((error - steps - rounding).max())
+
+
+def one_quantization(values):
+    """Relative error of a single round trip in 8-bit codes."""
+    blocks = codes.num_blocks(values.numel())
+    row = torch.empty(1, codes.row_bytes(blocks, 8), dtype=torch.uint8)
+    codes.encode(values, 8, blocks, row)
+    decoded = torch.empty(values.numel())
+    codes.decode(row, 8, blocks, decoded)
+    return relative_error(decoded, values.double())
+
+
+def reduce_all(rank, device, ranks_per_node, tensors_of, options):
+    reducer = make(ranks_per_node, **options)
+    out = []
+    for tensor in tensors_of(rank):
+        tensor = tensor.to(device)
+        reducer.reduce(tensor)
+        out.append(tensor.cpu())
+    return out, reducer.stats()
+
+
+def many_sizes(rank):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for numel in (0, 1, 3, 64, 257, 1000, 64 * 1024 * 4 + 64, 300_001):
+            yield gradient(numel, seed=100 * rank + numel % 97, dtype=dtype)
+    yield gradient(600, seed=rank).view(20, 30).t()
+    yield torch.full((5,), 7 + 2 * rank)
+
+
+@pytest.mark.parametrize("world_size, ranks_per_node", LAYOUTS)
+def test_any_size_and_dtype_gives_the_mean_with_identical_bits(device, world_size, ranks_per_node):
+    results = succeed(reduce_all, world_size, ranks_per_node, many_sizes, {}, device=device.type)
+    for index, parts in enumerate(zip(*(many_sizes(rank) for rank in range(world_size)))):
+        outs = [out[index] for out, _ in results]
+        assert outs[0].dtype == parts[0].dtype and outs[0].shape == parts[0].shape
+        assert all(torch.equal(outs[0], other) for other in outs[1:])
+        if outs[0].dtype is torch.float64:
+            torch.testing.assert_close(outs[0], sum(parts) / world_size)
+        elif not outs[0].is_floating_point():
+            assert torch.equal(outs[0], sum(parts) // world_size)
+        else:
+            check_bound(outs[0], parts)
+    stats = results[0][1]
+    assert stats.fallbacks == {"float64 tensor": 8, "int64 tensor": 1, "small bucket": 3}
+    assert stats.quantized_buckets == 22 and stats.full_precision_buckets == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size, ranks_per_node", LAYOUTS)
+def test_error_is_that_of_one_quantization(device, world_size, ranks_per_node, dtype):
+    parts = [gradient(500_000, seed=rank, dtype=dtype) for rank in range(world_size)]
+    results = succeed(reduce_all, world_size, ranks_per_node, PartsOf(parts), {}, device=device.type)
+    exact = sum(part.double() for part in parts) / world_size
+    single = one_quantization(parts[0])
+    assert single > 0.004
+    # bf16's own rounding of the result is not quantization, and is added to what one quantization costs
+    rounding = relative_error(exact.to(dtype), exact)
+    assert relative_error(results[0][0][0], exact) <= (1.1**2 * single**2 + rounding**2) ** 0.5
+
+
+class PartsOf:
+    """A function of the rank that other processes can be given."""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def __call__(self, rank):
+        return [self.parts[rank]]
+
+
+def simulated_error(gradients):
+    """The algorithm of many nodes without the processes."""
+    blocks = codes.num_blocks(gradients[0].numel())
+    rows = torch.empty(len(gradients), codes.row_bytes(blocks, 8), dtype=torch.uint8)
+    for row, values in zip(rows, gradients):
+        codes.encode(values, 8, blocks, row[None])
+    mean = torch.empty(blocks * codes.BLOCK)
+    codes.decode_mean(rows, 8, blocks, len(gradients), mean)
+    result_row = torch.empty(1, codes.row_bytes(blocks, 10), dtype=torch.uint8)
+    codes.encode(mean, 10, blocks, result_row)
+    codes.decode(result_row, 10, blocks, mean)
+    return relative_error(mean, sum(values.double() for values in gradients) / len(gradients))
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 64])
+def test_error_does_not_grow_with_the_number_of_ranks(nodes):
+    independent = [torch.randn(2**15, generator=torch.Generator().manual_seed(seed)) for seed in range(nodes)]
+    single = one_quantization(independent[0])
+    assert simulated_error(independent) <= 1.1 * single
+    common = torch.randn(2**15, generator=torch.Generator().manual_seed(999))
+    assert simulated_error([common + 0.5 * values for values in independent]) <= 1.1 * single
+    assert simulated_error([common] * nodes) <= 1.1 * single  # every rank makes the same rounding errors
+
+
+@pytest.mark.parametrize("world_size, ranks_per_node", LAYOUTS)
+def test_nan_and_inf_on_one_rank_reach_all(device, world_size, ranks_per_node):
+    parts = [gradient(10_000, seed=rank) for rank in range(world_size)]
+    parts[1][77] = float("inf")
+    parts[0][5000] = float("nan")
+    parts[-1][9999] = -float("inf")
+    results = succeed(reduce_all, world_size, ranks_per_node, PartsOf(parts), {}, device=device.type)
+    for (out,), _ in results:
+        assert not out[77].isfinite() and not out[5000].isfinite() and not out[9999].isfinite()
+        assert out[128:4900].isfinite().all()  # the damage stays in its block
+
+
+def count_sent(rank, device, ranks_per_node, numel):
+    """Bytes given to the backend for ranks of other nodes, counted at torch's own functions."""
+    sent = {"a2a": 0, "gather": 0}
+    reducer = make(ranks_per_node)
+    exchange, gather = dist.all_to_all_single, reducer._hops.gather
+
+    def counting_exchange(received, values, *sizes, group):
+        if group is reducer._hops.across:
+            size = dist.get_world_size(group)
+            sent["a2a"] += values.numel() * values.element_size() * (size - 1) // size
+        return exchange(received, values, *sizes, group=group)
+
+    def counting_gather(phase, received, values, group):
+        if group is reducer._hops.across:
+            sent["gather"] += values.numel() * values.element_size() * (dist.get_world_size(group) - 1)
+        return gather(phase, received, values, group)
+
+    dist.all_to_all_single, reducer._hops.gather = counting_exchange, counting_gather
+    reducer.reduce(gradient(numel, seed=rank, dtype=torch.bfloat16).to(device))
+    dist.all_to_all_single = exchange
+    return sent, reducer.stats()
+
+
+@pytest.mark.parametrize("world_size, ranks_per_node", LAYOUTS)
+def test_bytes_on_the_wire(device, world_size, ranks_per_node):
+    numel = 400_000
+    results = succeed(count_sent, world_size, ranks_per_node, numel, device=device.type)
+    for sent, stats in results:
+        assert stats.wire_bytes == sent["a2a"] + sent["gather"]
+        assert stats.reduce_scatter_bytes == sent["a2a"]
+        nodes = world_size // ranks_per_node
+        bf16_bytes = (nodes - 1) / nodes * 2 * numel / ranks_per_node  # each way, with the same two hops
+        assert 0.515 * bf16_bytes < sent["a2a"] <= 0.52 * bf16_bytes
+        assert sent["gather"] <= 0.65 * bf16_bytes
+        assert (stats.node_bytes > 0) == (ranks_per_node > 1)
+
+
+def overlapping(rank, device):
+    reducer = make(1)
+    tensors = [gradient(50_000 + 1000 * i, seed=10 * rank + i).to(device) for i in range(6)]
+    expected = [tensor.clone() for tensor in tensors]
+    for tensor in expected:
+        reducer.reduce(tensor)
+    mixed = [*tensors[:3], tensors[3].to(torch.bfloat16)]
+    alone = [tensor.clone() for tensor in mixed]
+    order = []
+    under_way = [reducer.reduce_async(t, then=lambda i=i: order.append(i)) for i, t in enumerate(tensors)]
+    between = gradient(2000, seed=rank).to(device)
+    for reduction in under_way:
+        reduction.wait()
+    reducer.reduce(between)  # after what is under way, on every rank
+    same = all(torch.equal(a, b) for a, b in zip(tensors, expected))
+    for bucket_elements, groups in (
+        (1, [[0], [1], [2], [3]]),
+        (110_000, [[0, 1], [2], [3]]),
+        (2**23, [[0, 1, 2], [3]]),
+    ):
+        packed = [tensor.clone() for tensor in alone]
+        reducer.reduce_bucketed(packed, bucket_elements=bucket_elements)
+        for group in groups:
+            flat = torch.cat([alone[i] for i in group])
+            reducer.reduce(flat)
+            same &= torch.equal(flat, torch.cat([packed[i] for i in group]))
+    reducer.close()
+    return same, order
+
+
+def test_asynchronous_reductions_give_the_same_bits_in_order(device):
+    for same, order in succeed(overlapping, 2, device=device.type):
+        assert same and order == list(range(6))
+
+
+def late_writer(rank, device):
+    """The tensor is written by a slow kernel just before, and read just after, with no host synchronisation."""
+    reducer = make(1)
+    good = True
+    for _ in range(5):
+        values = torch.zeros(3_000_000, device=device)
+        torch.cuda._sleep(20_000_000)
+        values += 1 + rank
+        reduction = reducer.reduce_async(values)
+        reduction.wait()
+        copy = values.clone()
+        values.fill_(-1)
+        good &= bool(((copy - 1.5).abs() < 0.02).all())
+    return good
+
+
+@pytest.mark.gpu
+def test_streams_wait_for_each_other():
+    assert all(succeed(late_writer, 2, device="cuda"))
+
+
+def measured(rank, device):
+    times = {False: 1e-3, True: 1e-3}
+
+    def timed_run(self, numel, quantized):
+        # one rank's times alone would choose another threshold
+        per_element = 1e-8 if quantized else (3e-8 if rank == 0 else 1e-8)
+        time.sleep(times[quantized] + numel * per_element + (4e-4 if quantized else 0))
+
+    QuantizedReducer._timed_run = timed_run
+    reducer = QuantizedReducer(topology=Topology.consecutive(2, 1))
+    small, large = torch.ones(16, device=device), torch.ones(2**20, device=device)
+    reducer.reduce(small)
+    reducer.reduce(large)
+    return reducer.smallest_bucket_elements, dict(reducer.stats().fallbacks), reducer.stats().quantized_buckets
+
+
+def test_the_threshold_is_measured_and_the_same_on_all_ranks(device):
+    results = succeed(measured, 2, device=device.type)
+    assert results[0] == results[1]
+    threshold, fallbacks, quantized = results[0]
+    assert 2**12 < threshold <= 2**20 and fallbacks == {"small bucket": 1} and quantized == 1
+
+
+def on_one_node(rank, device):
+    reducer = QuantizedReducer()
+    values = gradient(5000, seed=rank).to(device)
+    reducer.reduce(values)
+    return values.cpu(), reducer.describe(), reducer.stats()
+
+
+def test_ranks_of_one_node_use_full_precision(device):
+    results = succeed(on_one_node, 2, device=device.type)
+    exact = (gradient(5000, 0).double() + gradient(5000, 1).double()) / 2
+    for values, description, stats in results:
+        assert relative_error(values, exact) < 1e-6
+        assert description == "full precision (one node), 1 node of 2 ranks"
+        assert stats.wire_bytes == 0 and stats.fallbacks == {"one node": 1}
+
+
+def found_by_launcher(rank, device):
+    reducer = QuantizedReducer(smallest_bucket_elements=1)
+    return reducer.topology.nodes, reducer.describe()
+
+
+@pytest.mark.parametrize(
+    "groups, nodes",
+    [("0011", ((0, 1), (2, 3))), ("0101", ((0, 2), (1, 3))), ("0012", ((0, 1), (2,), (3,))), ("0000", ((0, 1, 2, 3),))],
+)
+def test_nodes_are_found_from_the_launcher(groups, nodes):
+    results = succeed(found_by_launcher, 4, env=lambda rank: {"GROUP_RANK": groups[rank]})
+    assert all(found == nodes for found, _ in results)
+    if groups == "0012":
+        assert "unequal" in results[0][1]
+
+
+def unequal(rank, device):
+    reducer = QuantizedReducer(topology=Topology(((0, 2), (1,))), smallest_bucket_elements=1)
+    values = gradient(9000, seed=rank).to(device)
+    reducer.reduce(values)
+    return values.cpu()
+
+
+def test_nodes_of_unequal_size(device):
+    results = succeed(unequal, 3, device=device.type)
+    assert all(torch.equal(values, results[0]) for values in results)
+    check_bound(results[0], [gradient(9000, seed) for seed in range(3)])
+
+
+def dies(rank, device, ranks_per_node, asynchronous):
+    reducer = make(ranks_per_node, timeout_s=10)
+    values = gradient(200_000, seed=rank)
+    reducer.reduce(values)
+    if rank == 1:
+        os._exit(3)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(3):
+            if asynchronous:
+                reducer.reduce_async(values).wait()
+            else:
+                reducer.reduce(values)
+    with pytest.raises(RuntimeError, match="failed after"):
+        reducer.reduce(values)  # at once: no second time-out
+    raise RuntimeError(f"{time.monotonic() - begin:.1f} s: {caught.value}")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_dead_rank_stops_the_others_and_is_named(asynchronous):
+    results = run_ranks(dies, 3, 1, asynchronous)
+    assert results[1] == Failure("ended with exit code 3")
+    for rank in (0, 2):
+        text = results[rank].text
+        assert f"Rank {rank}: the quantized exchange between nodes of a gradient reduction failed" in text
+        assert "No sign of life from rank 1;" in text
+
+
+def hangs(rank, device):
+    reducer = make(1, timeout_s=2)
+    values = gradient(100_000, seed=rank)
+    reducer.reduce(values)
+    if rank == 1:
+        time.sleep(7)
+        os._exit(0)
+    reducer.reduce(values)
+
+
+def test_a_rank_that_hangs_is_named_after_the_time_out():
+    results = run_ranks(hangs, 2)
+    assert "No sign of life from rank 1;" in results[0].text and "after 2." in results[0].text
+
+
+def test_parts_are_aligned_and_pad_little():
+    for numel in (1, 64, 100, 10_000, 2**20, 2**24 + 1):
+        for parts in (2, 4, 64):
+            blocks = blocks_of_part(numel, parts)
+            assert blocks * parts * 64 >= numel
+            if numel >= 2**20:
+                assert blocks * parts * 64 <= 1.01 * numel
+    assert blocks_of_part(2**24, 4) % 8 == 0
