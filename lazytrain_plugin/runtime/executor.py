@@ -15,7 +15,7 @@ from torch import nn
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime import streamed_module
-from lazytrain_plugin.runtime.boundary_store import BoundaryStore
+from lazytrain_plugin.runtime.activation_store import ActivationStore
 from lazytrain_plugin.runtime.cpu_update import update_on_cpu
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.gradients import GradientSink
@@ -77,7 +77,7 @@ class Executor:
         self.prepare_inputs = prepare_inputs or (lambda args, kwargs: (args, kwargs))
         self.streams = Streams(device, transfer_delay_s=transfer_delay_s)
         self.worker = UpdateWorker()
-        self.boundaries = BoundaryStore(self.streams, 1)
+        self.activations = ActivationStore(self.streams, 1)
         self.graph_root = torch.empty(0, device=device, requires_grad=True)
         """Input of every unit node, so that one exists even where no argument requires grad (a frozen prefix)."""
         self.plan: PlacementPlan | None = None
@@ -160,9 +160,9 @@ class Executor:
         self._streamed_updates.make_slots(plan, self.update_order, self._slots)
         self._sink.outbox.trim(0)
         self._sink.outbox = Outbox(self.streams, plan.gradient_slots - 1)
-        self.boundaries.slots = plan.activation_slots
-        if not any(unit.boundary == Tier.CPU for unit in plan.units):
-            self.boundaries.close()
+        self.activations.slots = plan.activation_slots
+        if not any(Tier.CPU in (unit.boundary, unit.saved) for unit in plan.units):
+            self.activations.close()
 
     def _install(self) -> None:
         for unit in self.units:
@@ -382,7 +382,7 @@ class Executor:
             self._slots = None
             self._streamed_updates.close()
             self._sink.outbox.trim(0)
-            self.boundaries.close()
+            self.activations.close()
             self.streams.run_backward_on_one_thread(False)
             self._nvme.close()
             for unit in self.all_units:

@@ -1,29 +1,32 @@
 """The one autograd node of a unit call: lease weights, run, keep or recompute, hand gradients over.
 
-[Note: gradient edges] While a unit runs, its parameters point into a GPU slot; afterwards they point home. Moving
-`p.data` to another device resets the parameter's gradient accumulator, so a kept graph can't be differentiated with
-respect to `p` later. The edges are therefore taken in forward, while `p` is on the slot, and given to `autograd.grad`.
-
 [Note: weights in kept graphs] A kept graph must not hold the slot's memory: the slot is reused by other units. The
 pack hook replaces a saved tensor that lies in the slot by its position; unpack finds it in the slot leased now.
+
+[Note: who holds what] Between forward and backward a call holds, for the outer graph, its inputs (recompute) or its
+own graph (keep), and what operators returned (the strategies between, runtime/selective.py). What the plan rests off
+the device is replaced by handles of the call's parcel (runtime/activation_store.py). A kept graph is known by its
+edges: its outputs are the next unit's inputs, and its leaves this unit's, so neither may be held here.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lazytrain_plugin.errors import UnsupportedModelError
+from lazytrain_plugin.runtime.activation_store import Handle, Parcel
+from lazytrain_plugin.runtime.local_graph import LocalGraph, audit, detached_leaves
+from lazytrain_plugin.runtime.selective import Recorder, Recording, Replay
 from lazytrain_plugin.runtime.tree import flatten_tensors
 from lazytrain_plugin.vocab import Activations, Tier
 
 if TYPE_CHECKING:
-    from lazytrain_plugin.runtime.boundary_store import Parcel
     from lazytrain_plugin.runtime.executor import Executor
     from lazytrain_plugin.runtime.unit import Unit
 
@@ -34,9 +37,13 @@ class UnitCall:
     def __init__(self, executor: Executor, unit: Unit, args: tuple, kwargs: dict) -> None:
         self.executor = executor
         self.unit = unit
-        self.keep = unit.home.plan.activations == Activations.KEEP
-        self.offloads_inputs = unit.home.plan.boundary == Tier.CPU and not self.keep
+        plan = unit.home.plan
+        self.activations = plan.activations
+        self.keep = plan.activations == Activations.KEEP
+        self.offloads_inputs = plan.boundary == Tier.CPU
+        self.offloads_saved = plan.saved == Tier.CPU and plan.activations != Activations.RECOMPUTE
         self.parcel: Parcel | None = None
+        self.recording: Recording | None = None
         self.inputs, self.rebuild_inputs = flatten_tensors((args, kwargs))
         self.side_keys = executor.side_outputs.active_keys()
         self.rebuild_outputs = None
@@ -58,17 +65,77 @@ class UnitCall:
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         with self.executor.lease(self.unit, backward=False):
-            if self.keep:
-                self.graph = self.build_graph(inputs)
-                outputs = self.graph.outputs
-            else:
-                # With grad, but saving nothing: without grad torch may pick other kernels (fused attention with a
-                # learned bias), and the recompute would not repeat the same bits.
-                with torch.enable_grad(), saved_tensors_hooks(_drop, _refuse_dropped):
-                    args, kwargs = self.rebuild_inputs(detached_leaves(inputs))
-                    outputs = self.call_unit(args, kwargs)
+            outputs = self.forward_keeping(inputs) if self.keep else self.forward_dropping(inputs)
             self.differentiable = [output.requires_grad for output in outputs]
-            return [output.detach() for output in outputs]
+            outputs = [output.detach() for output in outputs]
+        if self.parcel is not None:
+            self.parcel.send()
+        return outputs
+
+    def forward_keeping(self, inputs) -> list[torch.Tensor]:
+        store = self.executor.activations
+        own = store.own_inputs(inputs)
+        leaving = {_address(inputs[i]) for i in own} if self.offloads_inputs else set()
+        staying = {_address(tensor) for tensor in inputs if store.can_leave(tensor)} - leaving
+        if self.offloads_saved or leaving:
+            self.parcel = Parcel(store)
+        self.graph = self.build_graph(inputs, self.pack_away(leaving, staying))
+        outputs = self.graph.take_outputs()
+        for i in own if leaving else ():
+            # The leaf is the end of an edge, nothing more: its values are in the parcel, or in nobody's need.
+            self.graph.leaves[i].data = self.graph.leaves[i].data.new_empty(0)
+        return outputs
+
+    def pack_away(self, leaving: set[int], staying: set[int]) -> Callable:
+        """Pack hook that sends off what the plan rests on the host.
+
+        It must not know this object: the graph that keeps it is held here, and Python couldn't free the circle.
+        """
+        unit, parcel, offloads_saved = self.unit, self.parcel, self.offloads_saved
+        if parcel is None:
+            return unit.pack
+        can_leave = self.executor.activations.can_leave
+        weights = (*unit.layout.tensors, *(t for part in self.executor.stem for t in part.layout.tensors))
+        staying = staying | {_address(tensor.parameter) for tensor in weights}
+        staying |= {_address(buffer) for buffer in unit.module.buffers()}
+
+        def pack(tensor: torch.Tensor):
+            if can_leave(tensor):
+                address = _address(tensor)
+                if address in leaving or (offloads_saved and address not in staying):
+                    return parcel.pack(tensor)
+            return unit.pack(tensor)
+
+        return pack
+
+    def forward_dropping(self, inputs) -> list[torch.Tensor]:
+        recorder = Recorder(self.activations, self.executor.device)
+        # With grad, but saving nothing: without grad torch may pick other kernels (fused attention with a
+        # learned bias), and the recompute would not repeat the same bits.
+        with torch.enable_grad(), saved_tensors_hooks(recorder.drop, _refuse_dropped):
+            args, kwargs = self.rebuild_inputs(detached_leaves(inputs))
+            with recorder:
+                outputs = self.call_unit(args, kwargs)
+        self.recording = recorder.finish(outputs, self.unit.module)
+        if self.offloads_saved:
+            store = self.executor.activations
+            self.parcel = parcel = self.parcel or Parcel(store)
+            self.recording.exchange(lambda tensor: parcel.pack(tensor) if store.can_leave(tensor) else tensor)
+        return outputs
+
+    def put_away_inputs(self, inputs) -> list[torch.Tensor]:
+        """Starts the inputs' way to the host while the unit computes; returns what stays, for autograd to save."""
+        own = self.executor.activations.own_inputs(inputs) if self.offloads_inputs else ()
+        if own:
+            self.parcel = Parcel(self.executor.activations)
+        self.sent = [self.parcel.pack(tensor) if i in own else None for i, tensor in enumerate(inputs)]
+        if own:
+            self.parcel.send()
+        return [tensor for tensor, handle in zip(inputs, self.sent, strict=True) if handle is None]
+
+    def bring_back_inputs(self, stayed) -> list[torch.Tensor]:
+        stayed = iter(stayed)
+        return [next(stayed) if handle is None else self.parcel.unpack(handle).requires_grad_() for handle in self.sent]
 
     def call_unit(self, args, kwargs) -> list[torch.Tensor]:
         with self.executor.side_outputs.collecting(self.side_keys) as captured:
@@ -76,33 +143,33 @@ class UnitCall:
         outputs, self.rebuild_outputs = flatten_tensors((result, captured))
         return outputs
 
-    def build_graph(self, inputs) -> LocalGraph:
+    def build_graph(self, inputs, pack: Callable) -> LocalGraph:
         """Runs the unit with grad on leaves of its own. The unit must be leased."""
         leaves = detached_leaves(inputs)
-        hooks = self.unit.weight_hooks()
-        with torch.enable_grad(), saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext():
+        # Without a hook autograd itself sees to it that nothing saved is changed in place.
+        plain = pack == self.unit.pack and self.unit.slot is None
+        hooks = contextlib.nullcontext() if plain else saved_tensors_hooks(pack, _unpack_with(self.unit, self.parcel))
+        with torch.enable_grad(), hooks:
             args, kwargs = self.rebuild_inputs(leaves)
             outputs = self.call_unit(args, kwargs)
         graph = LocalGraph(leaves, outputs, self.unit)
         if not self.unit.audited:
-            audit(self.executor, self.unit, graph)
+            audit(self.executor, self.unit, leaves, outputs)
             graph = LocalGraph(leaves, outputs, self.unit)
         return graph
 
-    def backward(self, inputs, output_gradients) -> list[torch.Tensor | None]:
+    def backward(self, stayed, num_inputs: int, output_gradients) -> list[torch.Tensor | None]:
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        if self.graph is None and self.recording is None:
+            raise RuntimeError(
+                f"{self.unit.name}: backward ran a second time through a graph that was freed; "
+                "pass retain_graph=True to the first backward"
+            )
+        if self.parcel is not None:
+            self.parcel.bring_back()
         with self.executor.lease(self.unit, backward=True):
-            graph = self.graph if self.keep else self.recompute(inputs)
-            if graph is None:
-                raise RuntimeError(
-                    f"{self.unit.name}: backward ran a second time through a graph that was freed; "
-                    "pass retain_graph=True to the first backward"
-                )
+            graph = self.graph if self.keep else self.recompute(self.bring_back_inputs(stayed), retain)
             gradients = graph.gradients(output_gradients, retain=retain and self.keep)
-            if self.keep and not retain:
-                self.graph = None
-            if self.parcel is not None and not retain:
-                self.parcel.release()
             num_leaves = len(graph.differentiable_leaves)
             by_leaf = dict(zip(graph.differentiable_leaves, gradients[:num_leaves], strict=True))
             parameter_gradients = [
@@ -110,50 +177,34 @@ class UnitCall:
                 for target, gradient in zip(graph.targets, gradients[num_leaves:], strict=True)
                 if gradient is not None
             ]
+            if not retain:
+                self.graph = self.recording = None
+            if self.parcel is not None:
+                self.parcel.put_away() if retain else self.parcel.release()
             self.executor.deliver(self.unit, parameter_gradients)
-        return [by_leaf.get(position) for position in range(len(inputs))]
+        return [by_leaf.get(position) for position in range(num_inputs)]
 
-    def recompute(self, inputs) -> LocalGraph:
+    def recompute(self, inputs, retain: bool) -> LocalGraph:
+        restore = self.parcel.unpack if self.parcel is not None else None
+        replay = Replay(self.recording, self.unit.name, restore, keep=retain)
+
+        def pack(tensor: torch.Tensor):
+            replay.count_pack()
+            return self.unit.pack(tensor)
+
         devices = self.gpu_rng[0] if self.gpu_rng is not None else []
         with torch.random.fork_rng(devices=devices), self.autocast:
             torch.set_rng_state(self.cpu_rng)
             if self.gpu_rng is not None:
                 set_device_states(*self.gpu_rng)
-            return self.build_graph(inputs)
-
-
-class LocalGraph:
-    """A unit's own autograd graph, from detached inputs to outputs."""
-
-    def __init__(self, leaves: tuple[torch.Tensor, ...], outputs: list[torch.Tensor], unit: Unit) -> None:
-        self.leaves = leaves
-        self.outputs = outputs
-        self.differentiable_leaves = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-        # See [Note: gradient edges].
-        self.targets = [target for target in unit.gradient_targets() if target.parameter.requires_grad]
-        self.edges = [get_gradient_edge(target.parameter) for target in self.targets]
-
-    def gradients(self, output_gradients, *, retain: bool) -> list[torch.Tensor | None]:
-        """Gradients of the differentiable leaves, then of the targets; None where nothing flowed."""
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(self.outputs, output_gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
-        wanted = [self.leaves[i] for i in self.differentiable_leaves] + self.edges
-        if not pairs or not wanted:
-            return [None] * len(wanted)
-        outputs, gradients = zip(*pairs, strict=True)
-        return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True, retain_graph=retain))
+            with replay:
+                return self.build_graph(inputs, pack)
 
 
 class _UnitNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: UnitCall, graph_root: torch.Tensor, *inputs: torch.Tensor):
-        saved = () if call.keep else inputs
-        if call.offloads_inputs:
-            call.parcel = call.executor.boundaries.put(inputs)
-            saved = call.parcel.on_device
+        saved = () if call.keep else call.put_away_inputs(inputs)
         outputs = call.forward(inputs)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -166,21 +217,16 @@ class _UnitNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *output_gradients):
         call = ctx.call
-        inputs = call.graph.leaves if call.keep and call.graph is not None else ctx.saved_tensors
-        if call.keep and call.graph is None:
-            inputs = [None] * ctx.num_inputs
-        if call.parcel is not None:
-            inputs = call.parcel.get(inputs)
-        return (None, None, *call.backward(inputs, output_gradients))
+        return (None, None, *call.backward(ctx.saved_tensors, ctx.num_inputs, output_gradients))
 
 
-def detached_leaves(tensors) -> tuple[torch.Tensor, ...]:
-    """The same values as leaves of a graph of their own."""
-    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+def _unpack_with(unit: Unit, parcel: Parcel | None) -> Callable:
+    return lambda packed: parcel.unpack(packed) if isinstance(packed, Handle) else unit.unpack(packed)
 
 
-def _drop(tensor: torch.Tensor) -> None:
-    return None
+def _address(tensor: torch.Tensor) -> int:
+    """Of memory that lives as long as it is compared."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _refuse_dropped(packed: None) -> torch.Tensor:
@@ -211,42 +257,3 @@ class AutocastState:
     def __exit__(self, *exc_info) -> None:
         while self.contexts:
             self.contexts.pop().__exit__(*exc_info)
-
-
-def audit(executor: Executor, unit: Unit, graph: LocalGraph) -> None:
-    """Finds stem weights that a unit uses without holding them, and refuses what can't get a gradient.
-
-    Raises:
-        UnsupportedModelError: the unit uses a weight of another streamed layer, or an unknown tensor that needs grad.
-    """
-    known = {*graph.leaves, *(target.parameter for target in unit.gradient_targets())}
-    for leaf in leaves_of(graph.outputs) - known:
-        owner, tensor = executor.owner.get(leaf, (None, None))
-        if owner is None:
-            raise UnsupportedModelError(
-                f"{unit.name} uses a tensor of shape {tuple(leaf.shape)} that requires grad but is neither an argument "
-                "of the layer nor a parameter of the model: its gradient would be lost. Pass it as an argument."
-            )
-        if owner.module is not None:
-            raise UnsupportedModelError(
-                f"{unit.name} uses {tensor.name}, a weight of another streamed layer; register it as a parameter of "
-                "both, so that it is shared and stays on the GPU"
-            )
-        if tensor.trained:
-            unit.foreign = (*unit.foreign, tensor)
-    unit.audited = True
-
-
-def leaves_of(outputs: list[torch.Tensor]) -> set[torch.Tensor]:
-    """Every leaf tensor that requires grad and is reachable from `outputs`."""
-    found, seen = set(), set()
-    stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(node.variable)
-        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return found

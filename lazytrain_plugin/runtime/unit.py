@@ -83,18 +83,15 @@ class Unit:
         if self.streamed_update is not None:
             self._hide_weights()  # the new ones may still be on their way
 
-    def weight_hooks(self) -> tuple[Callable, Callable] | None:
-        """Saved-tensor hooks that keep the slot out of a kept graph (None where weights do not move)."""
-        return (self._pack, self._unpack) if self.slot is not None else None
-
-    def _pack(self, tensor: torch.Tensor):
+    def pack(self, tensor: torch.Tensor):
+        """Saved-tensor hook that keeps the slot out of a kept graph; `unpack` is its inverse."""
         slot = self.slot
         if slot is not None and tensor.untyped_storage().data_ptr() == slot.address:
             return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         # Detached: a saved output would otherwise keep its own graph alive through itself.
         return tensor.detach(), tensor._version
 
-    def _unpack(self, packed):
+    def unpack(self, packed):
         if len(packed) == 4:
             dtype, shape, stride, offset = packed
             if self.slot is not None:

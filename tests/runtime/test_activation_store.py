@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lazytrain_plugin.runtime import boundary_store
+from lazytrain_plugin.runtime import activation_store
 from lazytrain_plugin.vocab import Tier
 from tests.runtime.rig import (
     DEVICES,
@@ -27,7 +27,7 @@ devices = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch):
-    monkeypatch.setattr(boundary_store, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activation_store, "SMALLEST_BYTES", 1)
 
 
 def offloading(model: nn.Module, device: str, slots: int = 1, **options):
@@ -100,10 +100,10 @@ def test_host_buffers_are_used_again(device):
         executor.step(0.0)
         model.loss(ids)  # never differentiated
         executor.flush()
-        held.append(executor.boundaries.host_bytes)
+        held.append(executor.activations.tier.free_bytes)
     assert held[0] == held[1] == held[2] == 4 * 2 * 7 * 24 * 4
     executor.close()
-    assert executor.boundaries.host_bytes == 0
+    assert executor.activations.tier.free_bytes == 0
 
 
 @devices
@@ -134,7 +134,7 @@ def test_what_all_units_share_stays_on_the_device(device):
     executor = make_executor(model, offloading(model, device, home="gpu"), device=device)
     train(executor, steps)
     # Four inputs, and the scale once, for the first unit.
-    assert executor.boundaries.host_bytes == 5 * 2 * 7 * 24 * 4
+    assert executor.activations.tier.free_bytes == 5 * 2 * 7 * 24 * 4
     executor.close()
     assert_same_weights(model, reference)
 

@@ -1,0 +1,116 @@
+"""Where activations rest off the device: the interface of a tier, and host memory behind it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from lazytrain_plugin.runtime.host_memory import HostBuffer
+from lazytrain_plugin.runtime.streams import Streams
+
+
+class Ticket(Protocol):
+    """Stands for bytes that a tier holds."""
+
+    nbytes: int
+    left: object
+    """Event: the device memory they came from has been read."""
+
+
+class ActivationTier(Protocol):
+    """Holds bytes between forward and backward. No method blocks the host; the caller's stream waits for events."""
+
+    def put(self, source: torch.Tensor) -> Ticket:
+        """Starts copying a flat uint8 tensor away, which the compute stream has written.
+
+        The memory of `source` must stay as it is until `ticket.left`.
+        """
+        ...
+
+    def get(self, tickets: Sequence[Ticket]) -> tuple[list[torch.Tensor], object]:
+        """Starts bringing bytes back: flat uint8 tensors on the device, and the event of their arrival.
+
+        A ticket may be read any number of times, also before it has left.
+        """
+        ...
+
+    def drop(self, ticket: Ticket) -> None:
+        """The bytes are not needed any more; what has been started may still run."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back. Nothing may be in flight."""
+        ...
+
+
+class HostTicket:
+    """Bytes in one host buffer."""
+
+    def __init__(self, buffer: HostBuffer) -> None:
+        self.buffer = buffer
+        self.nbytes = buffer.nbytes
+        self.left = None
+        self.last_use = None
+        """Event of the last transfer that touched the buffer."""
+
+
+class HostTier:
+    """Pinned host memory: buffers of exact size, used again step after step.
+
+    Bytes leave on the D2H stream and come back on the H2D stream. On the way back their device memory comes from the
+    compute stream, so the H2D stream waits for what the compute stream has launched so far.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._free: dict[int, list[tuple[HostBuffer, object]]] = defaultdict(list)
+        self._closed = False
+
+    def put(self, source: torch.Tensor) -> HostTicket:
+        self._closed = False
+        streams, free = self._streams, self._free[source.nbytes]
+        buffer, last_use = free.pop() if free else (HostBuffer(source.nbytes, pin=streams.is_cuda), None)
+        ticket = HostTicket(buffer)
+        written = streams.record()
+        with streams.on(streams.d2h):
+            streams.wait(streams.d2h, written)
+            streams.wait(streams.d2h, last_use)
+            buffer.write(0, source)
+        ticket.left = ticket.last_use = streams.record(streams.d2h)
+        return ticket
+
+    def get(self, tickets: Sequence[HostTicket]) -> tuple[list[torch.Tensor], object]:
+        streams = self._streams
+        found = [torch.empty(ticket.nbytes, dtype=torch.uint8, device=streams.device) for ticket in tickets]
+        allocated = streams.record()
+        with streams.on(streams.h2d):
+            streams.wait(streams.h2d, allocated)
+            for ticket, tensor in zip(tickets, found, strict=True):
+                streams.wait(streams.h2d, ticket.left)
+                ticket.buffer.read_into(tensor)
+        arrived = streams.record(streams.h2d)
+        for ticket in tickets:
+            ticket.last_use = arrived
+        return found, arrived
+
+    def drop(self, ticket: HostTicket) -> None:
+        if self._closed:  # a graph that outlived the plan it was made under
+            ticket.last_use.synchronize()
+            ticket.buffer.unpin()
+            return
+        self._free[ticket.nbytes].append((ticket.buffer, ticket.last_use))
+
+    @property
+    def free_bytes(self) -> int:
+        """Of buffers that wait for their next use."""
+        return sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
+
+    def close(self) -> None:
+        self._closed = True
+        for buffers in self._free.values():
+            for buffer, _ in buffers:
+                buffer.unpin()
+        self._free.clear()
