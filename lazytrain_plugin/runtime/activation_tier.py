@@ -21,7 +21,7 @@ class Ticket(Protocol):
 
 
 class ActivationTier(Protocol):
-    """Holds bytes between forward and backward. No method blocks the host; the caller's stream waits for events."""
+    """Holds bytes between forward and backward. Streams wait for its events; only a disk may make the host wait."""
 
     def put(self, source: torch.Tensor) -> Ticket:
         """Starts copying a flat uint8 tensor away, which the compute stream has written.
