@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lazytrain_plugin.plan.accounting import is_streamed, nvme_staged_bytes, offloaded_bytes, sends_gradients
@@ -41,6 +41,8 @@ class Event:
     resource: Resource
     start_s: float
     end_s: float
+    num_bytes: int = 0
+    """What is copied, read or written; 0 for computations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class _Clock:
         self._noise_frac = noise_frac
         self._record = record
 
-    def run(self, name: str, resource: Resource, duration_s: float, *after_s: float) -> float:
+    def run(self, name: str, resource: Resource, duration_s: float, *after_s: float, num_bytes: int = 0) -> float:
         if self._noise is not None:
             duration_s *= 1 + self._noise_frac * self._noise.random()
         start_s = max(self.free_s[resource], *after_s) if after_s else self.free_s[resource]
@@ -77,7 +79,7 @@ class _Clock:
         self.free_s[resource] = end_s
         self.busy_s[resource] += duration_s
         if self._record and duration_s > 0:
-            self.events.append(Event(name, resource, start_s, end_s))
+            self.events.append(Event(name, resource, start_s, end_s, num_bytes))
         return end_s
 
     def wait(self, resource: Resource, until_s: float) -> float:
@@ -168,13 +170,14 @@ class _Step:
         self.weight_s[cost.name] = updated_s
         if staged:
             write_s = self.problem.nvme_write_s(staged)
-            self.written_s[cost.name] = self.clock.run(f"write {cost.name}", Resource.NVME_WRITE, write_s, updated_s)
+            self.written_s[cost.name] = self.clock.run(
+                f"write {cost.name}", Resource.NVME_WRITE, write_s, updated_s, num_bytes=staged
+            )
             self.disk.use(self.written_s[cost.name])
 
     def _read_nvme(self, name: str, num_bytes: int, *after_s: float) -> float:
-        return self.clock.run(
-            name, Resource.NVME_READ, self.problem.nvme_read_s(num_bytes), self.disk.free_s(), *after_s
-        )
+        read_s = self.problem.nvme_read_s(num_bytes)
+        return self.clock.run(name, Resource.NVME_READ, read_s, self.disk.free_s(), *after_s, num_bytes=num_bytes)
 
     def forward(self, *, fresh: bool) -> float:
         """One micro-batch's forward with loss; `fresh`: the weights were just updated."""
@@ -195,7 +198,11 @@ class _Step:
             self._used_slot(cost, unit, end_s)
             if leaves:
                 left_s = self.clock.run(
-                    f"activations {cost.name} (forward)", Resource.D2H, self.problem.d2h_s(leaves), end_s
+                    f"activations {cost.name} (forward)",
+                    Resource.D2H,
+                    self.problem.d2h_s(leaves),
+                    end_s,
+                    num_bytes=leaves,
                 )
                 self.offloaded_s[cost.name] = left_s
                 self.leaving.use(left_s)
@@ -230,6 +237,7 @@ class _Step:
                     self.problem.h2d_s(returns),
                     self.offloaded_s[cost.name],
                     self.returning.free_s(),
+                    num_bytes=returns,
                 )
                 ready_s = max(ready_s, back_s)
             compute_s = cost.recompute_s(unit.activations) + cost.backward_s
@@ -260,7 +268,14 @@ class _Step:
             ready_s = self._read_nvme(
                 f"read {cost.name} ({phase})", cost.weight_bytes, ready_s, self.written_s.get(cost.name, 0.0)
             )
-        arrived_s = self.clock.run(f"weights {cost.name} ({phase})", Resource.H2D, cost.weight_h2d_s, slot_s, ready_s)
+        arrived_s = self.clock.run(
+            f"weights {cost.name} ({phase})",
+            Resource.H2D,
+            cost.weight_h2d_s,
+            slot_s,
+            ready_s,
+            num_bytes=cost.weight_bytes,
+        )
         if unit.weights == Tier.NVME and not (fresh and cost.num_trainable):
             self.disk.use(arrived_s)
         return arrived_s
@@ -275,10 +290,17 @@ class _Step:
             self.states.free_s(),
             self.weight_s[cost.name],
             self.gradient_s.get(cost.name, 0.0),
+            num_bytes=cost.streamed_in_bytes,
         )
         updated_s = self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.gpu_update_s, max(ready_s, here_s))
         leaving_bytes = cost.streamed_out_bytes + (cost.weight_bytes if is_streamed(unit) else 0)
-        back_s = self.clock.run(f"states {cost.name} (back)", Resource.D2H, problem.d2h_s(leaving_bytes), updated_s)
+        back_s = self.clock.run(
+            f"states {cost.name} (back)",
+            Resource.D2H,
+            problem.d2h_s(leaving_bytes),
+            updated_s,
+            num_bytes=leaving_bytes,
+        )
         self.states.use(back_s)
         self.weight_s[cost.name] = back_s if is_streamed(unit) else updated_s
         return updated_s
@@ -292,7 +314,9 @@ class _Step:
         if not sends_gradients(cost, unit):
             self.gradient_s[cost.name] = computed_s
             return
-        sent_s = self.clock.run(f"gradients {cost.name}", Resource.D2H, cost.gradient_d2h_s, computed_s)
+        sent_s = self.clock.run(
+            f"gradients {cost.name}", Resource.D2H, cost.gradient_d2h_s, computed_s, num_bytes=cost.gradient_bytes
+        )
         self.gradient_s[f"sent {cost.name}"] = sent_s
         self.gradient_s[cost.name] = (
             self.clock.run(f"accumulate {cost.name}", Resource.WORKER, cost.accumulate_s, sent_s)
@@ -311,7 +335,11 @@ class _Step:
     def _publish_one(self, cost: UnitCost) -> None:
         """A resident weight that the CPU updated pays one H2D."""
         self.weight_s[cost.name] = self.clock.run(
-            f"publish {cost.name}", Resource.H2D, cost.weight_h2d_s, self.weight_s[cost.name]
+            f"publish {cost.name}",
+            Resource.H2D,
+            cost.weight_h2d_s,
+            self.weight_s[cost.name],
+            num_bytes=cost.weight_bytes,
         )
 
 
@@ -323,12 +351,14 @@ def simulate(
     record: bool = False,
     noise_frac: float = 0.0,
     seed: int = 0,
+    synchronous: bool = False,
 ) -> StepTimes:
     """Replays `steps` steps and returns the last one.
 
     Args:
         record: keep the events of the last step.
         noise_frac: each duration is multiplied by a uniform draw from [1, 1 + noise_frac].
+        synchronous: the forward waits for all updates of the step before, as systems do that are no lazy ones.
     """
     clock = _Clock(random.Random(seed) if noise_frac else None, noise_frac, record)
     step = _Step(problem, plan, clock)
@@ -339,6 +369,8 @@ def simulate(
         busy_before = dict(clock.busy_s)
         clock.events.clear()
         step.updates(begin_s)
+        if synchronous:
+            clock.wait(Resource.COMPUTE, max(step.weight_s.values(), default=begin_s))
         for micro in range(problem.accumulation_steps):
             micro_s = end_s
             loss_s = step.forward(fresh=micro == 0)
@@ -357,4 +389,4 @@ def simulate(
 
 
 def _shifted(events: Sequence[Event], origin_s: float) -> tuple[Event, ...]:
-    return tuple(Event(e.name, e.resource, e.start_s - origin_s, e.end_s - origin_s) for e in events)
+    return tuple(replace(e, start_s=e.start_s - origin_s, end_s=e.end_s - origin_s) for e in events)
