@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.unit import Arrival, Unit
 from lazytrain_plugin.runtime.update import StepScalars
@@ -30,13 +31,15 @@ def update_on_cpu(
     worker, streams = executor.worker, executor.streams
     with unit.home.states_in_memory(changes=True, write_now=True):
         start_s = time.perf_counter()
-        executor.updater.update(unit, arrived, scalars)
+        with streams.span(f"update {unit.name}", Resource.WORKER):
+            executor.updater.update(unit, arrived, scalars)
         worker.update_s += time.perf_counter() - start_s
         worker.updated_parameters += sum(tensor.numel for tensor in arrived)
     unit.home.let_go()
     if unit.home.on_gpu:
         with streams.on(streams.h2d):
             streams.wait(streams.h2d, gradients_done)
-            for tensor in arrived:
-                unit.home.publish(tensor)
+            with streams.span(f"publish {unit.name}", Resource.H2D, stream=streams.h2d):
+                for tensor in arrived:
+                    unit.home.publish(tensor)
         unit.publish_event = streams.record(streams.h2d)

@@ -128,8 +128,9 @@ class Executor:
             home = UnitHome(unit.layout, unit_plan, self.device, native=native, nvme=self._nvme)
             if before is None:
                 for tensor in unit.layout.tensors:
-                    values = tensor.parameter.data.as_strided((tensor.numel,), (1,)) if _dense(tensor) else None
-                    home.write_master(tensor, tensor.parameter.data.reshape(-1) if values is None else values)
+                    data = tensor.parameter.data
+                    dense = data.stride() == tensor.stride
+                    home.write_master(tensor, data.as_strided((tensor.numel,), (1,)) if dense else data.reshape(-1))
                     tensor.parameter.data = home.views[tensor]
             else:
                 if unit.arrived:
@@ -191,11 +192,13 @@ class Executor:
     @contextlib.contextmanager
     def lease(self, unit: Unit, *, backward: bool) -> Iterator[None]:
         """Within: the unit's parameters are on the device and up to date. Whatever happens, they go home after."""
+        self.streams.phase = phase = "backward" if backward else "forward"
         if unit.home.on_gpu or unit.slot is not None:
             if unit.slot is None:
                 self.settle(unit)
             self._prefetch_after(unit, backward)
-            yield
+            with self.streams.computing(f"{phase} {unit.name}"):
+                yield
             return
         idle_since = self.streams.record(timing=True)
         # Weights that were not updated early enough could not be fetched early enough either.
@@ -209,7 +212,8 @@ class Executor:
             slot = self._slots.acquire(unit, "update" if late else "weights", idle_since)
             unit.point_to(slot)
             self._prefetch_after(unit, backward)
-            yield
+            with self.streams.computing(f"{phase} {unit.name}"):
+                yield
         finally:
             unit.point_home()
             if slot is not None:
@@ -333,7 +337,8 @@ class Executor:
             if unit.home.plan.streams_states:
                 self._streamed_updates.queue(unit, arrived, scalars, self.updater, gradients_done, resolve)
             elif unit.home.updates_on_gpu:
-                self.updater.update(unit, arrived, scalars)
+                with self.streams.computing(f"update {unit.name}"):
+                    self.updater.update(unit, arrived, scalars)
                 unit.home.drop_gradients()
             else:
                 self.forget_copies(unit)
@@ -390,7 +395,3 @@ class Executor:
                     streamed_module.remove(unit.module, unit)
                 if unit.home is not None:
                     unit.home.release()
-
-
-def _dense(tensor: UnitTensor) -> bool:
-    return tensor.parameter.data.stride() == tensor.stride

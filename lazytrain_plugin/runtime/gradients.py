@@ -7,6 +7,7 @@ import threading
 import torch
 
 from lazytrain_plugin.kernels.adamw import accumulate
+from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.slots import Outbox
 from lazytrain_plugin.runtime.streams import Streams
@@ -63,7 +64,7 @@ class GradientSink:
             if unit.arrived[tensor] == Arrival.SUMMED:
                 sums.append((tensor, first))
             pieces.append((unit.home.gradient_buffer, tensor.gradient_offset_bytes, raw))
-        unit.gradient_event = self.outbox.send(pieces, after=unit.gradients_read_event)
+        unit.gradient_event = self.outbox.send(unit, pieces, after=unit.gradients_read_event)
         self._fold(unit, sums)
 
     def _make_room(self, unit: Unit, gradients: Gradients) -> None:
@@ -99,8 +100,9 @@ class GradientSink:
 
         def fold() -> None:
             arrival.synchronize()
-            for tensor, first in sums:
-                self._add_up(unit, tensor, first=first, last=last)
+            with self._streams.span(f"accumulate {unit.name}", Resource.WORKER):
+                for tensor, first in sums:
+                    self._add_up(unit, tensor, first=first, last=last)
 
         unit.fold_ticket = self._worker.submit(fold, f"gradient accumulation of {unit.name}")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.streams import Streams
 
@@ -112,7 +113,9 @@ class WeightSlots:
         with streams.on(streams.h2d):
             for event in (slot.last_use, slot.left, unit.returned_event):
                 streams.wait(streams.h2d, event)
-            unit.home.host_buffer.read_into(slot.flat)
+            name = f"weights {unit.name} ({streams.phase})"
+            with streams.span(name, Resource.H2D, stream=streams.h2d, num_bytes=unit.layout.weight_bytes):
+                unit.home.host_buffer.read_into(slot.flat)
         slot.ready = unit.upload_event = streams.record(streams.h2d)
         if unit.home.nvme_weights is not None:
             unit.home.nvme_weights.uploaded(slot.ready)
@@ -133,18 +136,20 @@ class Outbox:
         self._count = count
         self._sent: deque[tuple[object, list[torch.Tensor]]] = deque()
 
-    def send(self, pieces: list[tuple[HostBuffer, int, torch.Tensor]], *, after=None):
+    def send(self, unit: Unit, pieces: list[tuple[HostBuffer, int, torch.Tensor]], *, after=None):
         """Starts one transfer per piece (buffer, offset in bytes, contiguous device tensor); returns their event.
 
-        `after`: when what the buffers hold has been read.
+        `unit`: whose gradients they are; `after`: when what the buffers hold has been read.
         """
         streams = self._streams
         written = streams.record()
         with streams.on(streams.d2h):
             streams.wait(streams.d2h, written)
             streams.wait(streams.d2h, after)
-            for buffer, offset_bytes, tensor in pieces:
-                buffer.write(offset_bytes, tensor.view(torch.uint8))
+            num_bytes = sum(tensor.nbytes for _, _, tensor in pieces)
+            with streams.span(f"gradients {unit.name}", Resource.D2H, stream=streams.d2h, num_bytes=num_bytes):
+                for buffer, offset_bytes, tensor in pieces:
+                    buffer.write(offset_bytes, tensor.view(torch.uint8))
         arrived = streams.record(streams.d2h)
         self._sent.append((arrived, [tensor for _, _, tensor in pieces]))
         self.trim(self._count)

@@ -30,9 +30,10 @@ from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.kernels.adamw import AdamWStep, Batch
 from lazytrain_plugin.plan.problem import STEM_STAGING_BYTES
 from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.slots import WeightSlot, WeightSlots
-from lazytrain_plugin.runtime.state_slots import Chunk, StateSlot, bytes_per_block, cut
+from lazytrain_plugin.runtime.state_slots import BLOCK, Chunk, StateSlot, bytes_per_block, cut
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Arrival, Unit
 from lazytrain_plugin.runtime.update import NativeAdamW, StepScalars, update_span
@@ -174,7 +175,9 @@ class StreamedUpdates:
         with streams.on(slot.stream):
             for event in (self._arrived, unit.gradient_event, before):
                 streams.wait(slot.stream, event)
-            staged = slot.load(home, chunk)
+            num_bytes = chunk.numel // BLOCK * bytes_per_block(home)
+            with streams.span(f"states {unit.name}", Resource.H2D, stream=slot.stream, num_bytes=num_bytes):
+                staged = slot.load(home, chunk)
         self._arrived = streams.record(slot.stream)
         with streams.on(slot.stream):
             for event in (self._updated, update.stepped, weights.ready if weights is not None else None):
@@ -193,14 +196,16 @@ class StreamedUpdates:
                     start=span.start,
                     batch=batch,
                 )
-            batch.run()
+            with streams.span(f"update {unit.name}", Resource.COMPUTE, stream=slot.stream):
+                batch.run()
         self._updated = streams.record(slot.stream)
         with streams.on(slot.stream):
             streams.wait(slot.stream, self._returned)
-            slot.store(home, chunk)
-            if weights is not None:
-                start, end = chunk.byte_range("weight_offset_bytes")
-                home.host_buffer.write(start, weights.flat[start:end])
+            with streams.span(f"states {unit.name} (back)", Resource.D2H, stream=slot.stream, num_bytes=num_bytes):
+                slot.store(home, chunk)
+                if weights is not None:
+                    start, end = chunk.byte_range("weight_offset_bytes")
+                    home.host_buffer.write(start, weights.flat[start:end])
         self._returned = streams.record(slot.stream)
         unit.gradients_read_event, unit.returned_event = self._arrived, self._returned
         if weights is not None:

@@ -18,6 +18,9 @@ from collections import defaultdict
 
 import torch
 
+from lazytrain_plugin.plan.simulate import Resource
+from lazytrain_plugin.runtime.recorder import StepRecorder
+
 
 class NullEvent:
     """Stands for a CUDA event where every operation is already complete."""
@@ -42,9 +45,13 @@ class Trace:
         self._current: dict[str, float] = defaultdict(float)
         self.steps: list[dict[str, float]] = []
         """One dict per finished optimizer step; the last 1,000."""
+        self.recorder: StepRecorder | None = None
+        """Measures single operations, where that was asked for."""
 
     def add_events(self, cause: str, before, after) -> None:
         self._pending.append((cause, before, after))
+        if self.recorder is not None:
+            self.recorder.wait(cause, before, after)
 
     def add_seconds(self, cause: str, seconds: float) -> None:
         self._current[cause] += seconds
@@ -61,6 +68,8 @@ class Trace:
         self.steps.append(dict(self._current))
         del self.steps[:-1000]
         self._current.clear()
+        if self.recorder is not None:
+            self.recorder.end_step()
 
     def summary(self, last: int = 10) -> dict[str, float]:
         """Mean seconds per step and cause over the last `last` steps."""
@@ -76,6 +85,8 @@ class Streams:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self.trace = Trace()
+        self.phase = "forward"
+        """What computes now, forward or backward: names the copies that are started for it."""
         self._transfer_delay_s = transfer_delay_s
         """Race tests make every transfer late by this much, so that a missing wait shows."""
         if self.is_cuda:
@@ -138,7 +149,35 @@ class Streams:
         start_s = time.perf_counter()
         yield
         if not self.is_cuda:
-            self.trace.add_seconds(cause, time.perf_counter() - start_s)
+            end_s = time.perf_counter()
+            self.trace.add_seconds(cause, end_s - start_s)
+            if self.trace.recorder is not None:
+                self.trace.recorder.wait(cause, start_s, end_s)
+
+    def span(self, name: str, resource: Resource, *, stream=None, num_bytes: int = 0):
+        """Context in which one operation is launched on `stream` (default: the compute stream), or done by the host.
+
+        A running profiler sees its name; an active recorder measures it. Costs nothing otherwise.
+        """
+        recorder = self.trace.recorder
+        if recorder is not None and recorder.active:
+            return self._measured(recorder, name, resource, stream, num_bytes)
+        if torch.autograd.profiler._is_profiler_enabled:
+            return torch.profiler.record_function(name)
+        return contextlib.nullcontext()
+
+    def computing(self, name: str):
+        """`span` of a computation on the current stream."""
+        return self.span(name, Resource.COMPUTE)
+
+    @contextlib.contextmanager
+    def _measured(self, recorder: StepRecorder, name: str, resource: Resource, stream, num_bytes: int):
+        on_host = resource not in (Resource.COMPUTE, Resource.H2D, Resource.D2H) or not self.is_cuda
+        mark = time.perf_counter if on_host else lambda: self.record(stream, timing=True)
+        span = recorder.begin(name, resource, num_bytes, mark())
+        with torch.profiler.record_function(name):
+            yield
+        recorder.end(span, mark())
 
     def run_backward_on_one_thread(self, enabled: bool) -> None:
         """For backwards that the calling thread starts. autograd has a thread per device, so the nodes of a penalty on
