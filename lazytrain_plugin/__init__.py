@@ -7,29 +7,40 @@ torch), so public names are resolved on first use.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lazytrain_plugin.config.schema import LazyTrainConfig, OptimizerConfig, PlanConfig
+    from lazytrain_plugin.comm.ddp import ddp_comm_hook
+    from lazytrain_plugin.comm.reducer import QuantizedReducer
+    from lazytrain_plugin.config.schema import GradientCommConfig, LazyTrainConfig, OptimizerConfig, PlanConfig
     from lazytrain_plugin.errors import LazyTrainError
     from lazytrain_plugin.integration.accelerate_plugin import LazyTrainPlugin
+    from lazytrain_plugin.integration.ddp_kwargs import LazyTrainDDPKwargs
     from lazytrain_plugin.plan.result import PlacementPlan
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "GradientCommConfig": "lazytrain_plugin.config.schema",
     "LazyTrainConfig": "lazytrain_plugin.config.schema",
     "OptimizerConfig": "lazytrain_plugin.config.schema",
     "PlanConfig": "lazytrain_plugin.config.schema",
+    "QuantizedReducer": "lazytrain_plugin.comm.reducer",
+    "ddp_comm_hook": "lazytrain_plugin.comm.ddp",
+    "LazyTrainDDPKwargs": "lazytrain_plugin.integration.ddp_kwargs",
     "LazyTrainError": "lazytrain_plugin.errors",
     "LazyTrainPlugin": "lazytrain_plugin.integration.accelerate_plugin",
     "PlacementPlan": "lazytrain_plugin.plan.result",
 }
 
 __all__ = [
+    "GradientCommConfig",
     "LazyTrainConfig",
+    "LazyTrainDDPKwargs",
     "LazyTrainError",
     "LazyTrainPlugin",
     "OptimizerConfig",
     "PlacementPlan",
     "PlanConfig",
+    "QuantizedReducer",
+    "ddp_comm_hook",
 ]
 
 

@@ -19,6 +19,14 @@ SIGN_OF_LIFE_S = 3.0
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
+def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> datetime.timedelta | None:
+    """The time-out that the user gave the group (`ddp_timeout` and the like); None, torch's default, if it has none."""
+    try:
+        return (group or dist.group.WORLD)._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
 class Hops:
     """Groups of its own, so that a reduction under way never meets another collective of the same ranks.
 
@@ -33,7 +41,7 @@ class Hops:
         self.device = device
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
-        self._timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        self._timeout = _timeout_of(group, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         self.job = self._new_group(range(len(self.ranks)))
         self.topology = self._discover() if topology is None else topology
         if self.topology.world_size != len(self.ranks):

@@ -72,7 +72,7 @@ class QuantizedReducer:
         bits: 8, or 16 for full precision throughout (the same interface, to compare).
         topology: default: found with `node_key`. Where every rank is on one node, nothing is quantized.
         smallest_bucket_elements: smaller buckets are reduced in full precision; default: measured now, on all ranks.
-        timeout_s: a collective that takes longer fails; default: torch's.
+        timeout_s: a collective that takes longer fails; default: the group's.
         device: of the gradients; default: the current CUDA device under NCCL, else the CPU.
 
     Raises:

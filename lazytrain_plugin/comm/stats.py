@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
@@ -23,8 +23,8 @@ class CommStats:
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Buckets reduced in full precision, by reason."""
 
+    def __add__(self, other: CommStats) -> CommStats:
+        return CommStats(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
     def copy(self) -> CommStats:
-        return CommStats(
-            self.quantized_buckets, self.full_precision_buckets, self.quantized_elements, self.wire_bytes,
-            self.node_bytes, self.reduce_scatter_bytes, Counter(self.fallbacks),
-        )  # fmt: skip
+        return self + CommStats()

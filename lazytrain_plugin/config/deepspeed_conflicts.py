@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lazytrain_plugin.config.schema import BLOCK
 from lazytrain_plugin.errors import ConfigError
 
 
@@ -95,21 +96,58 @@ CONFLICTS = (
     Conflict(("prescale_gradients",), _true, "gradients are averaged in 32 bits and need no scaling", "delete the key"),
 )
 
+BESIDE_DEEPSPEED = ("enabled", "fidelity", "gradient_comm", "watchdog_s")
+"""Keys of the block that mean something where DeepSpeed's own engine trains."""
+
+CONFLICTS_BESIDE_DEEPSPEED = (
+    Conflict(
+        ("zero_optimization", "zenflow"), _non_empty, "ZenFlow reduces gradients in a way of its own", "delete it"
+    ),
+    Conflict(("compile", "deepcompile"), _true, "DeepCompile reduces gradients within its graph", "delete the section"),
+    Conflict(
+        ("sparse_gradients",), _true, "gradients of embeddings would go by another road than all others", "delete it"
+    ),
+)
+"""What goes around the place where the gradient reduction is ours."""
+
+
+def _stage(ds_config: dict) -> Any:
+    zero = ds_config.get("zero_optimization")
+    return zero.get("stage", 0) if isinstance(zero, dict) else None
+
+
+def keeps_deepspeed_engine(ds_config: dict) -> bool:
+    """Whether this config, which has an enabled block, asks for LazyTrain's gradient reduction and nothing else.
+
+    That is ZeRO stage 0, 1 or 2 and a `gradient_comm` section that differs from the default: DeepSpeed's own engine
+    trains.
+    """
+    section = ds_config[BLOCK].get("gradient_comm")
+    asked = isinstance(section, dict) and any(value is not None for value in section.values())
+    return _stage(ds_config) in (None, 0, 1, 2) and asked
+
 
 def check_deepspeed_config(ds_config: dict) -> None:
     """Raises ConfigError if the DeepSpeed config around an enabled block conflicts with it.
 
     Values that are still `"auto"` pass: Trainer and Accelerate fill them in before the engine is made.
     """
-    zero = ds_config.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    if BLOCK in ds_config and keeps_deepspeed_engine(ds_config):
+        _check_conflicts(ds_config, CONFLICTS_BESIDE_DEEPSPEED)
+        return
+    stage = _stage(ds_config)
     if stage != 3:
         found = "there is no zero_optimization section" if stage is None else f'"zero_optimization.stage" is {stage}'
         raise ConfigError(
             f"LazyTrain is declared as ZeRO stage 3 (that is what makes Accelerate and Trainer save through the "
-            f'engine), but {found}; write "zero_optimization": {{"stage": 3}}.'
+            f'engine), but {found}; write "zero_optimization": {{"stage": 3}}. (With '
+            '"gradient_comm": {"bits": 8} in the block, stages 0, 1 and 2 get LazyTrain\'s gradient reduction.)'
         )
-    for conflict in CONFLICTS:
+    _check_conflicts(ds_config, CONFLICTS)
+
+
+def _check_conflicts(ds_config: dict, conflicts: tuple[Conflict, ...]) -> None:
+    for conflict in conflicts:
         value: Any = ds_config
         for key in conflict.path:
             if not isinstance(value, dict) or key not in value:

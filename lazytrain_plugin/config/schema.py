@@ -177,6 +177,33 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientCommConfig:
+    """How gradients are averaged over ranks."""
+
+    PATH: ClassVar[str] = f"{BLOCK}.gradient_comm"
+
+    bits: int | None = option(
+        "8: in 8-bit codes between nodes; 16: in their own precision; null: what fidelity says, 16 for exact and 8 for "
+        "balanced",
+        None,
+        Rule(kind="integer", nullable=True, choices=(8, 16)),
+    )
+    ranks_per_node: int | None = option(
+        "this many neighbouring ranks make a node; null: found from the launcher and the hosts' names",
+        None,
+        Rule(kind="integer", nullable=True, at_least=1),
+    )
+    smallest_bucket_elements: int | None = option(
+        "buckets of fewer elements keep their own precision; null: measured at the start, where codes are faster",
+        None,
+        Rule(kind="integer", nullable=True, at_least=0),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LazyTrainConfig:
     """The whole block. Raises ConfigError for a value that its rule refuses."""
 
@@ -215,6 +242,9 @@ class LazyTrainConfig:
     )
     plan: PlanConfig = section("where the placement comes from", PlanConfig)
     optimizer: OptimizerConfig = section("how weights are updated", OptimizerConfig)
+    gradient_comm: GradientCommConfig = section(
+        "how gradients are averaged over ranks; also beside DeepSpeed's own ZeRO stages 0, 1 and 2", GradientCommConfig
+    )
     fused_kernels: bool = option(
         "fused RMSNorm, SwiGLU and RoPE and the chunked loss, on a GPU", True, Rule(kind="bool")
     )
@@ -254,6 +284,13 @@ class LazyTrainConfig:
         if self.optimizer.state_bits is not None:
             return self.optimizer.state_bits
         return 32 if self.fidelity == Fidelity.EXACT else 8
+
+    @property
+    def gradient_bits(self) -> int:
+        """Bits of a gradient element between nodes after fidelity and override: 16 (its own precision) or 8."""
+        if self.gradient_comm.bits is not None:
+            return self.gradient_comm.bits
+        return 16 if self.fidelity == Fidelity.EXACT else 8
 
 
 def json_schema(config_type: type = LazyTrainConfig) -> dict[str, Any]:

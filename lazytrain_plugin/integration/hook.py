@@ -16,12 +16,17 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
-from lazytrain_plugin.config.deepspeed_conflicts import check_deepspeed_config
+from lazytrain_plugin.config.deepspeed_conflicts import (
+    BESIDE_DEEPSPEED,
+    check_deepspeed_config,
+    keeps_deepspeed_engine,
+)
 from lazytrain_plugin.config.parse import lazytrain_block, parse_block
-from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig
+from lazytrain_plugin.config.schema import BLOCK, GradientCommConfig, LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.integration import hf_loading, tensor_access
 from lazytrain_plugin.integration.logs import setup_logging
@@ -47,7 +52,19 @@ def load_config(ds_config: dict) -> LazyTrainConfig:
         raise ConfigError('There is no enabled "lazytrain" block in this DeepSpeed config; add "lazytrain": {}.')
     config = parse_block(block)
     check_deepspeed_config(ds_config)
+    if keeps_deepspeed_engine(ds_config):
+        _refuse_placement_keys(config)
     return config
+
+
+def _refuse_placement_keys(config: LazyTrainConfig) -> None:
+    default = LazyTrainConfig()
+    for item in fields(LazyTrainConfig):
+        if item.name not in BESIDE_DEEPSPEED and getattr(config, item.name) != getattr(default, item.name):
+            raise ConfigError(
+                f'"{BLOCK}.{item.name}" is set, but at ZeRO stages 0, 1 and 2 DeepSpeed places everything and '
+                'only "gradient_comm" is LazyTrain\'s; delete the key, or write "zero_optimization": {"stage": 3}.'
+            )
 
 
 def patch_module(module: ModuleType) -> None:
@@ -87,6 +104,10 @@ def _patch_initialize(deepspeed: ModuleType) -> None:
             )
         setup_logging()
         provide_rendezvous()
+        if keeps_deepspeed_engine(ds_config):
+            engine_and_rest = original(*args, **kwargs)
+            _attach_gradient_comm(engine_and_rest[0], config)
+            return engine_and_rest
         with _engine_class(deepspeed), _config_active(config):
             engine_and_rest = original(*args, **kwargs)
         logger.info(
@@ -96,10 +117,18 @@ def _patch_initialize(deepspeed: ModuleType) -> None:
             config.optimizer.implementation,
             config.plan.path or "from the first batch",
         )
+        if config.gradient_comm != GradientCommConfig():
+            logger.info("gradient_comm: one rank has nobody to exchange gradients with, so it changes nothing here")
         return engine_and_rest
 
     initialize._lazytrain_original = original
     deepspeed.initialize = initialize
+
+
+def _attach_gradient_comm(engine: Any, config: LazyTrainConfig) -> None:
+    from lazytrain_plugin.integration.gradient_comm import GradientComm
+
+    GradientComm.attach(engine, config)
 
 
 def _warn_of_near_miss(ds_config: dict | None) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "lazytrain_plugin.comm.ddp"])
+_context.set_forkserver_preload(["torch.distributed.nn", "torch._dynamo", "lazytrain_plugin.comm.ddp"])
 
 
 @dataclass

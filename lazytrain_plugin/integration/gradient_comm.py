@@ -1,0 +1,137 @@
+"""LazyTrain's gradient reduction in DeepSpeed's own engine, ZeRO stages 0, 1 and 2.
+
+DeepSpeed funnels the gradients of stage 0 through `engine.allreduce_bucket` and those of stages 1 and 2 through
+`optimizer.allreduce_bucket` (with `"reduce_scatter": false`, `optimizer.gradient_reduction_w_predivide`). These methods
+are replaced on the one engine. DeepSpeed's buckets, hooks, streams and accumulation stay as they are, and what is not
+worth quantizing goes through the method that was there.
+
+At stages 1 and 2, DeepSpeed asks for an all-reduce although a rank keeps only its slices; that stays so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from lazytrain_plugin.comm.reducer import QuantizedReducer
+from lazytrain_plugin.comm.stats import CommStats
+from lazytrain_plugin.comm.topology import Topology
+from lazytrain_plugin.config.schema import LazyTrainConfig
+
+logger = logging.getLogger(__name__)
+
+
+class GradientComm:
+    """The reducers of one engine, one for each process group that reduces gradients (experts have their own).
+
+    `engine.lazytrain_gradient_comm` holds it.
+    """
+
+    def __init__(self, engine: Any, config: LazyTrainConfig) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._config = config
+        self._reducers: dict[tuple[int, ...], QuantizedReducer] = {}
+        # All ranks are here now; a reducer made in the middle of backward would measure beside compute.
+        self._reducer(engine.seq_data_parallel_group)
+
+    @classmethod
+    def attach(cls, engine: Any, config: LazyTrainConfig) -> GradientComm | None:
+        """Replaces the reduction of `engine`, on every rank at the same point; None if there is nothing to replace."""
+        if dist.get_world_size() == 1 or config.gradient_bits == 16:
+            why = (
+                "one rank" if dist.get_world_size() == 1 else f"{config.gradient_bits} bits, {config.fidelity} fidelity"
+            )
+            logger.info("gradient_comm changes nothing (%s): DeepSpeed's own gradient reduction", why)
+            return None
+        comm = cls(engine, config)
+        comm._replace()
+        engine.lazytrain_gradient_comm = comm
+        logger.info(
+            "active: DeepSpeed's engine at ZeRO stage %d with LazyTrain's gradient reduction",
+            engine.zero_optimization_stage(),
+        )
+        return comm
+
+    def stats(self) -> CommStats:
+        """The counters of this rank over all process groups."""
+        total = CommStats()
+        for reducer in self._reducers.values():
+            total += reducer.stats()
+        return total
+
+    def _reducer(self, group: dist.ProcessGroup) -> QuantizedReducer:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._reducers:
+            wanted = self._config.gradient_comm
+            topology = None
+            if wanted.ranks_per_node is not None:
+                Topology.consecutive(dist.get_world_size(), wanted.ranks_per_node)  # raises if it can't be
+                topology = Topology.from_keys([rank // wanted.ranks_per_node for rank in ranks])
+            self._reducers[ranks] = QuantizedReducer(
+                group,
+                topology=topology,
+                smallest_bucket_elements=wanted.smallest_bucket_elements,
+                device=torch.device(self._engine.device),
+            )
+        return self._reducers[ranks]
+
+    def _replace(self) -> None:
+        self._engine_bucket = self._engine.allreduce_bucket
+        self._engine.allreduce_bucket = self._allreduce_engine_bucket
+        if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
+            self._optimizer_bucket = self._optimizer.allreduce_bucket
+            self._optimizer_tensor = self._optimizer.gradient_reduction_w_predivide
+            self._optimizer.allreduce_bucket = self._allreduce_optimizer_bucket
+            self._optimizer.gradient_reduction_w_predivide = self._allreduce_optimizer_tensor
+
+    def _allreduce_engine_bucket(
+        self, bucket: Sequence[torch.Tensor], dp_group: dist.ProcessGroup, dp_world_size: float | None = None
+    ) -> torch.Tensor:
+        reducer, flat = self._reducer(dp_group), self._engine.flatten(bucket)
+        if reason := reducer.fallback_reason(flat):
+            reducer.count_fallback(flat, reason)
+            return self._engine_bucket(bucket, dp_group, dp_world_size)
+        world_size = reducer.world_size if dp_world_size is None else dp_world_size
+        reducer.reduce(flat, world_size if self._engine.gradient_average else 1.0)
+        return flat
+
+    def _allreduce_optimizer_bucket(
+        self,
+        bucket: Sequence[torch.Tensor],
+        communication_data_type: torch.dtype,
+        rank: int | None = None,
+        log: Any = None,
+        divide: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> torch.Tensor:
+        group = self._optimizer.dp_process_group if process_group is None else process_group
+        reducer, flat = self._reducer(group), self._optimizer.flatten(bucket)
+        if reason := reducer.fallback_reason(flat):
+            reducer.count_fallback(flat, reason)
+            return self._optimizer_bucket(bucket, communication_data_type, rank, log, divide, process_group)
+        # Every rank gets the mean, also where DeepSpeed would send it to `rank` alone: the others ignore it.
+        return self._reduced(reducer, flat, communication_data_type, divide)
+
+    def _allreduce_optimizer_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> torch.Tensor:
+        reducer = self._reducer(self._optimizer.dp_process_group)
+        if reason := reducer.fallback_reason(tensor):
+            reducer.count_fallback(tensor, reason)
+            return self._optimizer_tensor(tensor, communication_data_type)
+        return self._reduced(reducer, tensor, communication_data_type, True)
+
+    def _reduced(
+        self, reducer: QuantizedReducer, flat: torch.Tensor, communication_data_type: torch.dtype, divide: bool
+    ) -> torch.Tensor:
+        """The mean in the dtype that DeepSpeed would have sent, which it may add up further; `flat` gets it too."""
+        sent = flat.to(communication_data_type)
+        divisor = reducer.world_size / float(self._optimizer.sequence_parallel_size)
+        reducer.reduce(sent, divisor if divide and self._optimizer.gradient_average else 1.0)
+        if sent is not flat:
+            flat.copy_(sent)
+        return sent
