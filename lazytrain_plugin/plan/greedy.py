@@ -305,9 +305,10 @@ def _with_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> U
 
 def _activation_reason(cost: UnitCost, unit: UnitPlan) -> str:
     text = ""
-    saved_ms = 1e3 * (cost.forward_s - cost.recompute_s(unit.activations))
+    recompute_ms = 1e3 * cost.recompute_s(Activations.RECOMPUTE)
+    saved_ms = recompute_ms - 1e3 * cost.recompute_s(unit.activations)
     if cost.kept_bytes and unit.activations == Activations.RECOMPUTE:
-        text = f"; recomputes ({1e3 * cost.forward_s:.0f} ms) instead of keeping {format_bytes(cost.kept_bytes)}"
+        text = f"; recomputes ({recompute_ms:.0f} ms) instead of keeping {format_bytes(cost.kept_bytes)}"
     elif cost.kept_bytes:
         verb = "keeps" if unit.activations == Activations.KEEP else f"keeps {unit.activations.value}:"
         where = " in host memory" if unit.saved != Tier.GPU else ""

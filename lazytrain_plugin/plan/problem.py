@@ -84,7 +84,7 @@ class UnitCost:
     accumulate_s: float = 0.0
     """Host time to add one micro-batch's gradients; 0 without accumulation."""
     strategies: Mapping[Activations, StrategyCost] = field(default_factory=dict)
-    """Beside RECOMPUTE and KEEP."""
+    """Other than KEEP. RECOMPUTE is there where less than the whole forward runs again."""
 
     @property
     def state_bytes(self) -> int:
@@ -114,7 +114,7 @@ class UnitCost:
 
     def recompute_s(self, activations: Activations) -> float:
         """What a strategy computes again in backward."""
-        if activations == Activations.RECOMPUTE:
+        if activations == Activations.RECOMPUTE and activations not in self.strategies:
             return self.forward_s
         return 0.0 if activations == Activations.KEEP else self.strategies[activations].recompute_frac * self.forward_s
 
@@ -287,6 +287,6 @@ def _unit_cost(
                 saved_bytes=strategy.saved_bytes_per_token * tokens, recompute_frac=strategy.recompute_frac
             )
             for strategy in unit.strategies
-            if strategy.activations not in (Activations.RECOMPUTE, Activations.KEEP)
+            if strategy.activations != Activations.KEEP
         },
     )

@@ -13,6 +13,7 @@ from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
 from lazytrain_plugin.plan.timing_forward import has_streams, last_sent_ms, loss_ms, stem_indices, worker_ms
 from lazytrain_plugin.plan.variables import Expression, Variables
 from lazytrain_plugin.units import MIB
+from lazytrain_plugin.vocab import Activations
 
 
 def add_backward_weights(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -91,8 +92,9 @@ def add_backward(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
 
 def recompute_ms(cost: UnitCost, v: Variables, u: int) -> Expression:
     """What unit u computes again in backward."""
-    return ms(cost.forward_s) - sum(
-        ms(cost.forward_s - cost.recompute_s(activations)) * column for (activations, _), column in v.saved[u].items()
+    everything_s = cost.recompute_s(Activations.RECOMPUTE)
+    return ms(everything_s) - sum(
+        ms(everything_s - cost.recompute_s(activations)) * column for (activations, _), column in v.saved[u].items()
     )
 
 

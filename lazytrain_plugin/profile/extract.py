@@ -10,15 +10,14 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from lazytrain_plugin.profile import shapes
 from lazytrain_plugin.profile.model import ModelProfile, TensorProfile, UnitProfile, UnitRole
+from lazytrain_plugin.profile.probe import Probe, ProbeRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +71,8 @@ def extract_model_profile(
                 kept_bytes_per_token=probe.kept_bytes,
                 workspace_bytes_per_token=probe.workspace_bytes,
                 flop_per_token=_matrix_flop(module, config) + probe.attention_flop(sequence_length),
+                strategies=probe.strategies(sequence_length),
+                kept_bytes_per_token_by_class=probe.bytes_by_class,
             )
         )
     stem_profiles = []
@@ -101,26 +102,11 @@ def extract_model_profile(
     )
 
 
-@dataclass(slots=True)
-class _Probe:
-    """Per-token bytes seen in one unit on meta tensors."""
-
-    boundary_bytes: int = 0
-    kept_bytes: int = 0
-    workspace_bytes: int = 0
-    attention_widths: list[int] = field(default_factory=list)
-    """Query width (heads x head size) of every attention call."""
-
-    def attention_flop(self, sequence_length: int) -> float:
-        # Causal: half of the two products over the sequence.
-        return sum(2.0 * sequence_length * width for width in self.attention_widths)
-
-
 def _probe_units(
     model: nn.Module, units: Sequence[tuple[str, nn.Module]], fused_kernels: bool, dtypes: Mapping
-) -> tuple[dict[str, _Probe], str]:
+) -> tuple[dict[str, Probe], str]:
     """Runs the whole model on meta tensors; returns what was seen per unit and, if that failed, how it's estimated."""
-    recorder = _Recorder()
+    recorder = ProbeRecorder(PROBE_TOKENS)
     meta = {
         name: torch.empty_like(
             tensor, dtype=dtypes.get(tensor, tensor.dtype), device="meta", requires_grad=tensor.requires_grad
@@ -135,6 +121,7 @@ def _probe_units(
             stack.enter_context(_without_gradient_checkpointing(model))
             stack.enter_context(recorder.watch(units))
             stack.enter_context(shapes.shape_kernels(model, fused=fused_kernels, on_attention=recorder.attention))
+            stack.enter_context(recorder.operators())
             stack.enter_context(saved_tensors_hooks(recorder.pack, lambda tensor: tensor))
             stack.enter_context(torch.enable_grad())
             torch.func.functional_call(model, meta, kwargs=inputs)
@@ -153,74 +140,7 @@ def _probe_units(
     return recorder.finish(eager=not fused_kernels), ""
 
 
-class _Recorder:
-    """Counts saved tensors by the unit that runs."""
-
-    def __init__(self) -> None:
-        self.probes: dict[str, _Probe] = {}
-        self.ignored: set[int] = set()
-        self._current: str | None = None
-        self._inputs: set[int] = set()
-        self._largest: dict[str, int] = {}
-        self._seen: set[int] = set()
-        self._alive: list[torch.UntypedStorage] = []  # an address may only be compared while its storage lives
-
-    @contextlib.contextmanager
-    def watch(self, units: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
-        handles = []
-        for name, module in units:
-            handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, name: str):
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-            self._current = name
-            self._inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
-            self._alive += [tensor.untyped_storage() for tensor in tensors]
-            boundary = floating[0].nbytes if floating else 0
-            self.probes.setdefault(name, _Probe(boundary_bytes=boundary))
-            self._largest.setdefault(name, 0)
-
-        return hook
-
-    def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
-        self._current = None
-
-    def attention(self, query_width: int) -> None:
-        if self._current is not None:
-            self.probes[self._current].attention_widths.append(query_width)
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = key in self.ignored or key in self._inputs or key in self._seen
-        if self._current is not None and not known:
-            self._seen.add(key)
-            self._alive.append(storage)
-            self.probes[self._current].kept_bytes += storage.nbytes()
-            self._largest[self._current] = max(self._largest[self._current], storage.nbytes())
-        return tensor
-
-    def finish(self, *, eager: bool) -> dict[str, _Probe]:
-        for name, probe in self.probes.items():
-            # Backward is fullest in the MLP: all saved tensors plus the gradients of its widest intermediates (three
-            # of them in eager SwiGLU, one with the fused kernel, which writes over what it saved), and the unit's input
-            # and output gradients. Measured on an H200 at 7B: 6.2 to 6.3 GiB against 6.2 by this rule.
-            transient = (3 if eager else 1) * self._largest[name] + 2 * probe.boundary_bytes
-            probe.workspace_bytes = -(-(probe.kept_bytes + transient) // PROBE_TOKENS)
-            probe.kept_bytes = -(-probe.kept_bytes // PROBE_TOKENS)
-            probe.boundary_bytes = -(-probe.boundary_bytes // PROBE_TOKENS)
-        return self.probes
-
-
-def _structural_probe(module: nn.Module, config: object, element: int) -> _Probe:
+def _structural_probe(module: nn.Module, config: object, element: int) -> Probe:
     """Upper estimate without running: each linear map keeps its input and its output."""
     hidden = _config_int(config, "hidden_size", "n_embd", "d_model")
     width = largest = attention = 0.0
@@ -234,7 +154,7 @@ def _structural_probe(module: nn.Module, config: object, element: int) -> _Probe
         if name.split(".")[-2:-1] in (["q_proj"], ["q"], ["query"]):
             attention += parameter.shape[0]
     kept = int(element * width)
-    return _Probe(
+    return Probe(
         boundary_bytes=element * hidden,
         kept_bytes=kept,
         workspace_bytes=kept + int(element * (3 * largest + 2 * hidden)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -105,7 +105,9 @@ class UnitProfile:
     forward_s_per_token: float | None = None
     """Measured time of the forward; None: derived from `flop_per_token`."""
     strategies: tuple[StrategyProfile, ...] = ()
-    """Ways of saving between RECOMPUTE (nothing, all again) and KEEP (`kept_bytes_per_token`, nothing again)."""
+    """Ways of saving other than KEEP (`kept_bytes_per_token`, nothing again); RECOMPUTE without an entry: all again."""
+    kept_bytes_per_token_by_class: dict[str, int] = field(default_factory=dict)
+    """`kept_bytes_per_token` by what the tensors are: norm, qkv, attention, mlp, other."""
 
     @property
     def num_parameters(self) -> int:

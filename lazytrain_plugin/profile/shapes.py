@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+OnAttention = Callable[[int, int], None]
+
 
 class _Attention(torch.autograd.Function):
     """Flash attention saves q, k, v, the output and the log-sum-exp of each row."""
@@ -59,7 +61,7 @@ class _GatedProduct(torch.autograd.Function):
 class _AttentionMode(TorchFunctionMode):
     """Answers attention calls with `_Attention`; meta tensors have no backend to choose from."""
 
-    def __init__(self, on_attention: Callable[[int], None]) -> None:
+    def __init__(self, on_attention: OnAttention) -> None:
         super().__init__()
         self._on_attention = on_attention
 
@@ -67,8 +69,9 @@ class _AttentionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is torch.nn.functional.scaled_dot_product_attention:
             query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
-            self._on_attention(query.shape[-3] * query.shape[-1])
-            return _Attention.apply(query, key, value)
+            output = _Attention.apply(query, key, value)
+            self._on_attention(query.shape[-3] * query.shape[-1], output.nbytes + 4 * query.shape[:-1].numel())
+            return output
         if function is torch.Tensor.__bool__ and args[0].is_meta:
             # Only asked to find out whether a mask is needed ("are all positions plain?"): they are.
             return True
@@ -76,11 +79,12 @@ class _AttentionMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def shape_kernels(model: nn.Module, *, fused: bool, on_attention: Callable[[int], None]) -> Iterator[None]:
+def shape_kernels(model: nn.Module, *, fused: bool, on_attention: OnAttention) -> Iterator[None]:
     """Within it, attention (and with `fused` RMSNorm and gated MLPs) run as their fused kernels would, shapes only.
 
     Args:
-        on_attention: told the query width (heads x head size) of every attention call.
+        on_attention: told of every attention call the query width (heads x head size), and the bytes of its output with
+            the log-sum-exp.
     """
     replaced: list[nn.Module] = []
     try:

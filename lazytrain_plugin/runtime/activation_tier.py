@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.streams import Streams
 
@@ -78,7 +79,9 @@ class HostTier:
         with streams.on(streams.d2h):
             streams.wait(streams.d2h, written)
             streams.wait(streams.d2h, last_use)
-            buffer.write(0, source)
+            name = f"activations ({streams.phase})"
+            with streams.span(name, Resource.D2H, stream=streams.d2h, num_bytes=source.nbytes):
+                buffer.write(0, source)
         ticket.left = ticket.last_use = streams.record(streams.d2h)
         return ticket
 
@@ -90,7 +93,9 @@ class HostTier:
             streams.wait(streams.h2d, allocated)
             for ticket, tensor in zip(tickets, found, strict=True):
                 streams.wait(streams.h2d, ticket.left)
-                ticket.buffer.read_into(tensor)
+                name = f"activations ({streams.phase})"
+                with streams.span(name, Resource.H2D, stream=streams.h2d, num_bytes=ticket.nbytes):
+                    ticket.buffer.read_into(tensor)
         arrived = streams.record(streams.h2d)
         for ticket in tickets:
             ticket.last_use = arrived

@@ -15,6 +15,8 @@ from transformers import (
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.profile.model import ModelProfile, UnitRole
 from lazytrain_plugin.runtime.discovery import discover
+from lazytrain_plugin.runtime.selective import Recorder
+from lazytrain_plugin.vocab import Activations
 
 SMALL = {
     "hidden_size": 48,
@@ -177,3 +179,64 @@ def test_json_round_trip_and_digest():
     assert ModelProfile.from_json(profile.to_json()) == profile
     assert profile.digest == profile_of(build(Qwen2Config(**SMALL))).digest
     assert profile.digest != profile_of(build(Qwen2Config(**{**SMALL, "intermediate_size": 128}))).digest
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
+@pytest.mark.parametrize("activations", [Activations.ATTENTION, Activations.MATMULS])
+def test_strategies_save_what_the_runtime_saves(config_class, activations):
+    model = build(config_class(**SMALL), torch.bfloat16)
+    tokens = 256
+    (strategy,) = [s for s in profile_of(model).units[1].strategies if s.activations == activations]
+    held = held_by_the_runtime(model, model.model.layers[1], activations, tokens)
+    assert strategy.saved_bytes_per_token * tokens == pytest.approx(held, rel=0.01)
+
+
+def held_by_the_runtime(model, layer, activations, tokens) -> int:
+    """Bytes that the runtime's own recorder holds after the layer's forward, each storage once."""
+    inner, found = layer.forward, []
+
+    def forward(*args, **kwargs):
+        recorder = Recorder(activations, torch.device("cpu"))
+        with saved_tensors_hooks(recorder.drop, lambda tensor: tensor), recorder:
+            output = inner(*args, **kwargs)
+        found.extend(recorder.finish([output], None).calls)
+        return output
+
+    layer.forward = forward
+    model(input_ids=torch.arange(tokens)[None] % 97)
+    outputs = [x for call in found for x in call.outputs or () if isinstance(x, torch.Tensor)]
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in outputs}.values())
+
+
+def test_the_last_product_of_a_layer_is_not_run_again():
+    """down_proj only becomes the output; of a layer this wide it is a fifth of the work."""
+    sizes = {**SMALL, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        unit = profile_of(build(Qwen2Config(**sizes), torch.bfloat16), sequence_length=256).units[0]
+    by_strategy = {strategy.activations: strategy for strategy in unit.strategies}
+    down = 2 * 2048 * 4096 / unit.flop_per_token
+    recompute = by_strategy[Activations.RECOMPUTE]
+    assert recompute.saved_bytes_per_token == 0
+    assert 1 - down < recompute.recompute_frac < 1 - 0.6 * down  # element-wise work runs again
+    fractions = [
+        by_strategy[a].recompute_frac for a in (Activations.RECOMPUTE, Activations.ATTENTION, Activations.MATMULS)
+    ]
+    assert fractions == sorted(fractions, reverse=True) and fractions[-1] > 0
+    saved = [by_strategy[a].saved_bytes_per_token for a in (Activations.ATTENTION, Activations.MATMULS)]
+    assert 0 < saved[0] < saved[1] < unit.kept_bytes_per_token
+
+
+@pytest.mark.parametrize("config", [Qwen2Config(**SMALL), MixtralConfig(**SMALL, num_local_experts=4)])
+def test_kept_bytes_by_class_add_up(config):
+    unit = profile_of(build(config, torch.bfloat16)).units[0]
+    by_class = unit.kept_bytes_per_token_by_class
+    assert sum(by_class.values()) == pytest.approx(unit.kept_bytes_per_token, abs=len(by_class))
+    assert {"norm", "attention", "mlp"} <= set(by_class)
+    assert by_class["mlp"] >= 3 * 2 * 112  # gate, up and their product, at least
+
+
+def test_a_model_that_cannot_run_has_no_strategies():
+    model = build(Qwen2Config(**SMALL))
+    inner = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda hidden: inner(hidden * float(hidden.sum()))
+    assert profile_of(model).units[0].strategies == ()

@@ -6,6 +6,7 @@ import torch
 from lazytrain_plugin.plan.simulate import Event, Resource
 from lazytrain_plugin.runtime import recorder as recorder_module
 from lazytrain_plugin.runtime.recorder import StepRecorder
+from lazytrain_plugin.vocab import Tier
 from tests.runtime import rig
 
 devices = pytest.mark.parametrize(
@@ -75,6 +76,25 @@ def test_several_micro_batches_are_one_step(device):
     unit = executor.units[1].name
     assert names.count(f"forward {unit}") == names.count(f"backward {unit}") == 3
     assert names.count(f"accumulate {unit}") == 3 and names.count(f"update {unit}") == 1
+    executor.close()
+
+
+@devices
+def test_activations_on_their_way(device):
+    torch.manual_seed(0)
+    model = rig.Model()
+    plan = rig.plan_for(model, device=device).with_units(boundary=Tier.CPU)
+    executor = rig.make_executor(model, plan, device=device)
+    found = []
+    executor.streams.trace.recorder = StepRecorder(
+        torch.device(device), first_step=0, num_steps=1, finished=found.append
+    )
+    ids = torch.randint(0, rig.VOCAB, (8, 100), device=device)  # inputs of 75 KiB
+    rig.train(executor, [[ids], [ids]])
+    sizes = {event.name: event.num_bytes for event in found[0][0].events if event.name.startswith("activations")}
+    nbytes = 8 * 100 * rig.HIDDEN * 4
+    assert sizes["activations (forward)"] == nbytes
+    assert sizes["activations (backward)"] == nbytes
     executor.close()
 
 
