@@ -335,6 +335,7 @@ class Executor:
         for unit, arrived in arrivals.items():
             resolve = partial(self._outside.settle_asked, unit)
             if unit.home.plan.streams_states:
+                self.forget_copies(unit)  # the weights at home may have been changed since
                 self._streamed_updates.queue(unit, arrived, scalars, self.updater, gradients_done, resolve)
             elif unit.home.updates_on_gpu:
                 with self.streams.computing(f"update {unit.name}"):

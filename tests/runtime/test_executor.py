@@ -33,6 +33,7 @@ from tests.runtime.rig import (
 )
 
 PLANS = [("cpu", "none"), ("cpu", "all"), ("gpu", "none"), ("gpu", "all"), ("mixed", "mixed")]
+NATIVE_PLANS = [*PLANS, ("streamed", "all"), ("every kind", "mixed")]
 plans = pytest.mark.parametrize(("home", "keep"), PLANS)
 
 
@@ -378,7 +379,7 @@ def test_failed_update_is_raised_where_it_is_needed():
         executor.close()
 
 
-@plans
+@pytest.mark.parametrize(("home", "keep"), NATIVE_PLANS)
 def test_non_finite_gradient_skips_the_step_and_names_the_tensor(home, keep, caplog):
     model = make()
     executor = make_executor(model, plan_for(model, home=home, keep=keep), native=True)
@@ -445,7 +446,7 @@ def test_discarded_gradients_leave_no_trace(home, keep, last):
 def test_plans_are_bit_equal(device, state_bits, dtype):
     """Homes, activations and a move in the middle change nothing in the native updates."""
     results = []
-    for home, keep in PLANS:
+    for home, keep in NATIVE_PLANS:
         model = make().to(device)
         plan = plan_for(model, home=home, keep=keep, state_bits=state_bits, device=device)
         executor = make_executor(model, plan, device=device, native=True, dtype=dtype)
