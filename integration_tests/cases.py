@@ -27,7 +27,9 @@ class Placement:
     """Where and how a plan lets it be computed."""
 
     homes: str
-    activations: str
+    activations: str = "recompute"
+    resting: str = "gpu"
+    """Where unit inputs and what is saved rest between forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Case:
     def id(self) -> str:
         values = {**vars(self.work), **vars(self.placement)}
         values["accumulation"] = f"acc{self.work.accumulation}"
+        values["resting"] = f"on_{self.placement.resting}"
         values["max_norm"] = "clip" if self.work.max_norm else "noclip"
         return "-".join(str(value).replace(" ", "_") for value in values.values())
 
@@ -47,7 +50,8 @@ FACTORS: dict[str, tuple] = {
     "model": tuple(MODELS),
     "homes": ("cpu", "gpu", "mixed"),
     "trained": ("full", "half frozen", "lora"),
-    "activations": ("recompute", "keep"),
+    "activations": ("recompute", "attention", "matmuls", "keep"),
+    "resting": ("gpu", "cpu"),
     "accumulation": (1, 4),
     "dtype": ("fp32", "bf16"),
     "max_norm": (0.0, 0.05),

@@ -20,6 +20,7 @@ import lazytrain_plugin.install  # noqa: F401  (installs the hook even where ent
 from integration_tests.cases import Placement, Work
 from integration_tests.models import build_model, make_samples
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+from lazytrain_plugin.runtime import activation_store
 from lazytrain_plugin.runtime.discovery import discover
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 
@@ -190,9 +191,19 @@ def run_lazytrain(
             **(block or {}),
         }
     )
-    with fresh_accelerate_state():
+    with fresh_accelerate_state(), small_activations_leave():
         training_arguments = _arguments(work, folder, device, deepspeed=ds_config, bf16=work.dtype == "bf16", **options)
         return finish(trainer_class(model, training_arguments, train_dataset=_samples(work)), resume)
+
+
+@contextlib.contextmanager
+def small_activations_leave() -> Iterator[None]:
+    """Test models are too small for a plan that rests activations on the host to have an effect otherwise."""
+    smallest, activation_store.SMALLEST_BYTES = activation_store.SMALLEST_BYTES, 1
+    try:
+        yield
+    finally:
+        activation_store.SMALLEST_BYTES = smallest
 
 
 def deepspeed_config(block: dict[str, Any]) -> dict[str, Any]:
@@ -226,6 +237,8 @@ def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32) -> P
             updater=Updater(states.value),
             state_bits=state_bits,
             activations=Activations(placement.activations),
+            boundary=Tier(placement.resting),
+            saved=Tier(placement.resting),
         )
 
     return PlacementPlan(
