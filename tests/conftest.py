@@ -9,7 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-# Several ranks over gloo: they hung on a loaded machine for a reason not found yet, so they run where they are asked for.
+# Several ranks over gloo hung on a loaded machine, for a reason not found yet: they run where they are asked for.
 collect_ignore = (
     []
     if os.environ.get("LAZYTRAIN_RANK_TESTS") == "1"
