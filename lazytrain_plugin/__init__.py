@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lazytrain_plugin.comm.ddp import ddp_comm_hook
     from lazytrain_plugin.comm.reducer import QuantizedReducer
-    from lazytrain_plugin.config.schema import GradientCommConfig, LazyTrainConfig, OptimizerConfig, PlanConfig
+    from lazytrain_plugin.config.schema import (
+        GradientCommConfig,
+        LazyTrainConfig,
+        OptimizerConfig,
+        PlanConfig,
+        TraceConfig,
+    )
     from lazytrain_plugin.errors import LazyTrainError
     from lazytrain_plugin.integration.accelerate_plugin import LazyTrainPlugin
     from lazytrain_plugin.integration.ddp_kwargs import LazyTrainDDPKwargs
@@ -28,6 +34,7 @@ _HOME_OF = {
     "LazyTrainError": "lazytrain_plugin.errors",
     "LazyTrainPlugin": "lazytrain_plugin.integration.accelerate_plugin",
     "PlacementPlan": "lazytrain_plugin.plan.result",
+    "TraceConfig": "lazytrain_plugin.config.schema",
 }
 
 __all__ = [
@@ -40,6 +47,7 @@ __all__ = [
     "PlacementPlan",
     "PlanConfig",
     "QuantizedReducer",
+    "TraceConfig",
     "ddp_comm_hook",
 ]
 

@@ -204,6 +204,24 @@ class GradientCommConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """Which steps are measured operation by operation."""
+
+    PATH: ClassVar[str] = f"{BLOCK}.trace"
+
+    path: str | None = option(
+        "write here when each operation of some steps ran, for `lazytrain explain --measured`; null: nothing is",
+        None,
+        Rule(kind="string", nullable=True),
+    )
+    first_step: int = option("optimizer steps before the first one in the trace", 5, Rule(kind="integer", at_least=1))
+    num_steps: int = option("optimizer steps in the trace", 3, Rule(kind="integer", at_least=1, at_most=100))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LazyTrainConfig:
     """The whole block. Raises ConfigError for a value that its rule refuses."""
 
@@ -245,6 +263,7 @@ class LazyTrainConfig:
     gradient_comm: GradientCommConfig = section(
         "how gradients are averaged over ranks; also beside DeepSpeed's own ZeRO stages 0, 1 and 2", GradientCommConfig
     )
+    trace: TraceConfig = section("which steps are measured operation by operation", TraceConfig)
     fused_kernels: bool = option(
         "fused RMSNorm, SwiGLU and RoPE and the chunked loss, on a GPU", True, Rule(kind="bool")
     )

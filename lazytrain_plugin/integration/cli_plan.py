@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from lazytrain_plugin.errors import ConfigError, LazyTrainError
-from lazytrain_plugin.plan.check import check_plan
-from lazytrain_plugin.plan.explain import explain_plan, explain_unit
+from lazytrain_plugin.integration.meta_model import profile_from_config
+from lazytrain_plugin.integration.profile_tables import hardware_table, model_table
+from lazytrain_plugin.plan.check import check_plan, problem_of
+from lazytrain_plugin.plan.explain import explain_plan, explain_unit, find_unit
+from lazytrain_plugin.plan.explain_measured import explain_measured, planned_events
+from lazytrain_plugin.plan.explain_unit import explain_choice
+from lazytrain_plugin.plan.measured import MeasuredTrace, compare_kinds, compare_resources
 from lazytrain_plugin.plan.planner import make_plan
-from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import simulate
+from lazytrain_plugin.plan.timeline import build_timeline, timeline_page, with_measured
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
 from lazytrain_plugin.units import GIB
 from lazytrain_plugin.vocab import Fidelity
 
 THIS_MACHINE = "this"
+
+Hardware = Annotated[str, typer.Option(help="a file as in configs/hardware/, or 'this' machine")]
+SequenceLength = Annotated[int, typer.Option(min=1, help="tokens of one sequence")]
+Dtype = Annotated[str, typer.Option(help="dtype of the weights")]
+AccumulationSteps = Annotated[int, typer.Option(min=1, help="micro-batches per optimizer step")]
+Measured = Annotated[
+    Path | None, typer.Option(help='steps that a run measured ("trace": {"path": ...}), drawn or told beside the plan')
+]
+Timeline = Annotated[Path | None, typer.Option(help="draw the step as one HTML page")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON only")]
 
 
 def register(app: typer.Typer) -> None:
@@ -34,22 +52,26 @@ def register(app: typer.Typer) -> None:
 
 
 def plan_command(
-    model: Annotated[str, typer.Argument(help="a config.json, a model folder or a hub id")],
-    hardware: Annotated[str, typer.Option(help="a file as in configs/hardware/, or 'this' machine")] = THIS_MACHINE,
+    model: Annotated[str, typer.Argument(help="a config.json, a model folder, a hub id, or a profile of a model")],
+    hardware: Hardware = THIS_MACHINE,
     micro_batch: Annotated[int, typer.Option(min=1, help="sequences of one micro-batch")] = 1,
-    seq_len: Annotated[int, typer.Option(min=1, help="tokens of one sequence")] = 1024,
+    seq_len: SequenceLength = 1024,
     fidelity: Annotated[Fidelity, typer.Option(help="how lossy the plan may be")] = Fidelity.EXACT,
-    accumulation_steps: Annotated[int, typer.Option(min=1, help="micro-batches per optimizer step")] = 1,
-    dtype: Annotated[str, typer.Option(help="dtype of the weights")] = "bfloat16",
+    accumulation_steps: AccumulationSteps = 1,
+    dtype: Dtype = "bfloat16",
     gpu_memory_gib: Annotated[float | None, typer.Option(help="GPU budget; default: all there is")] = None,
     cpu_memory_gib: Annotated[float | None, typer.Option(help="host budget; default: all there is")] = None,
+    nvme_gib: Annotated[float | None, typer.Option(help="NVMe budget; default: none is used")] = None,
     out: Annotated[Path | None, typer.Option(help="write the plan here")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+    timeline: Timeline = None,
+    measured: Measured = None,
+    as_json: AsJson = False,
 ) -> None:
     """Plan MODEL for a machine: does it fit, where does everything go, how long is a step. Exits with 1 if not."""
     with _errors_to_exit():
+        trace = MeasuredTrace.load(measured) if measured is not None else None
         machine = load_hardware(hardware)
-        profile = profile_from_config(model, dtype, sequence_length=seq_len, fused_kernels=machine.has_gpu)
+        profile = load_model(model, dtype, sequence_length=seq_len, fused_kernels=machine.has_gpu)
         request = PlanRequest(
             max_tokens=micro_batch * seq_len,
             gpu_budget_bytes=_gib_to_bytes("gpu-memory-gib", gpu_memory_gib),
@@ -57,54 +79,102 @@ def plan_command(
             fidelity=fidelity,
             accumulation_steps=accumulation_steps,
         )
+        if nvme_gib is not None:
+            machine, request = _with_nvme(machine, request, nvme_gib)
         plan = make_plan(profile, machine, request)
         ledger = check_plan(plan, profile, machine, request)
+        problem = build_problem(profile, machine, request)
         if out is not None:
             plan.save(out)
+        if timeline is not None:
+            data = build_timeline(problem, plan, title=_title(profile, machine, micro_batch, seq_len))
+            _write_page(timeline, data, trace)
         if as_json:
             sys.stdout.write(plan.to_json())
             return
-        problem = build_problem(profile, machine, request)
         console = Console()
         size = f"{profile.num_parameters / 1e9:.2f} G parameters"
         console.print(f"{profile.name}: {size} on {machine.name} ({machine.source})")
         if profile.estimate:
             console.print(f"activation bytes are an upper estimate ({profile.estimate})", style="yellow")
-        console.print(
-            explain_plan(
-                plan,
-                ledger=ledger,
-                have_bytes={"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes},
-                times=simulate(problem, plan),
-            )
-        )
+        have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
+        console.print(explain_plan(plan, ledger=ledger, have_bytes=have, times=simulate(problem, plan)))
+        if trace is not None:
+            console.print(explain_measured(build_timeline(problem, plan, title=""), trace.typical))
 
 
 def explain_command(
-    plan_file: Annotated[Path, typer.Argument(help="a plan that `lazytrain plan --out` wrote")],
+    plan_file: Annotated[Path, typer.Argument(help="a plan that `lazytrain plan --out` wrote, or a trace")],
     unit: Annotated[str | None, typer.Argument(help="a unit or a tensor; default: the whole plan")] = None,
+    measured: Measured = None,
+    timeline: Timeline = None,
+    model: Annotated[str | None, typer.Option(help="what the plan is for: adds sizes, costs and alternatives")] = None,
+    hardware: Hardware = THIS_MACHINE,
+    seq_len: SequenceLength = 1024,
+    dtype: Dtype = "bfloat16",
+    accumulation_steps: AccumulationSteps = 1,
+    as_json: AsJson = False,
 ) -> None:
-    """Show a plan, or say why one unit is where it is."""
+    """Show a plan, say why one unit or tensor is where it is, or compare the plan with measured steps."""
     with _errors_to_exit():
-        if not plan_file.is_file():
-            raise ConfigError(f"no plan at {str(plan_file)!r}; write one with `lazytrain plan MODEL --out plan.json`")
-        plan = PlacementPlan.load(plan_file)
-        Console().print(explain_unit(plan, unit) if unit else explain_plan(plan))
+        plan, trace = _load_plan_or_trace(plan_file)
+        if measured is not None:
+            trace = MeasuredTrace.load(measured)
+        profile = problem = None
+        if model is not None:
+            machine = load_hardware(hardware)
+            profile = load_model(model, dtype, sequence_length=seq_len, fused_kernels=machine.has_gpu)
+            problem = problem_of(plan, profile, machine, PlanRequest(accumulation_steps=accumulation_steps))
+        data = _timeline_data(problem, plan, trace, profile)
+        if timeline is not None:
+            if data is None:
+                raise ConfigError("a picture of the plan needs the model: add --model, and --hardware if not this one")
+            _write_page(timeline, data, trace)
+        if as_json:
+            sys.stdout.write(_explained_as_json(plan, unit, profile, trace, data))
+            return
+        console = Console()
+        if unit is not None:
+            console.print(explain_unit(plan, unit, profile))
+            if problem is not None:
+                name = find_unit(plan, unit, profile)[0].name
+                unit_profile = next(u for u in (*profile.units, *profile.stem) if u.name == name)
+                console.print(explain_choice(problem, plan, unit_profile))
+        elif trace is None or measured is None:
+            console.print(explain_plan(plan))
+        if trace is not None and unit is None:
+            console.print(explain_measured(data, trace.typical))
 
 
 def profile_command(
     model: Annotated[str | None, typer.Argument(help="profile this model instead of the machine")] = None,
-    dtype: Annotated[str, typer.Option(help="dtype of the weights")] = "bfloat16",
-    seq_len: Annotated[int, typer.Option(min=1, help="tokens of one sequence")] = 1024,
+    dtype: Dtype = "bfloat16",
+    seq_len: SequenceLength = 1024,
+    micro_batch: Annotated[int, typer.Option(min=1, help="sequences that --measure runs")] = 1,
+    measure: Annotated[bool, typer.Option(help="time the model's layers on this machine, with random weights")] = False,
+    nvme_path: Annotated[Path | None, typer.Option(help="measure the disk of this folder too")] = None,
     out: Annotated[Path | None, typer.Option(help="write the profile here")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure this machine (or describe MODEL) as the JSON that the planner reads."""
+    """Measure this machine (or describe MODEL) as the JSON that the planner reads, and show it as a table."""
     with _errors_to_exit():
-        profile = profile_from_config(model, dtype, sequence_length=seq_len) if model else load_hardware(THIS_MACHINE)
+        if model is not None:
+            if nvme_path is not None:
+                raise ConfigError("--nvme-path measures this machine; leave out the model")
+            batch = micro_batch if measure else None
+            profile = profile_from_config(model, dtype, sequence_length=seq_len, measured_batch=batch)
+        else:
+            profile = load_hardware(THIS_MACHINE)
+            if nvme_path is not None:
+                from lazytrain_plugin.integration.measure_nvme import measure_nvme
+
+                profile = replace(profile, **measure_nvme(nvme_path))
         if out is not None:
             profile.save(out)
-        else:
+        if as_json:
             sys.stdout.write(profile.to_json())
+        else:
+            Console().print(model_table(profile) if isinstance(profile, ModelProfile) else hardware_table(profile))
 
 
 def load_hardware(name: str) -> HardwareProfile:
@@ -118,71 +188,88 @@ def load_hardware(name: str) -> HardwareProfile:
     return measure_hardware("cuda" if torch.cuda.is_available() else "cpu", cache_dir=_cache_dir())
 
 
-def profile_from_config(
-    model: str, dtype: str = "bfloat16", *, sequence_length: int = 1024, fused_kernels: bool = True
-) -> ModelProfile:
-    """Profile of a model that is never built: its config on the meta device.
+def load_model(model: str, dtype: str, *, sequence_length: int, fused_kernels: bool) -> ModelProfile:
+    """A profile that `lazytrain profile MODEL --out` wrote, or one made from a config."""
+    if model.endswith(".json") and Path(model).is_file():
+        text = Path(model).read_text()
+        if '"kept_bytes_per_token"' in text:
+            return ModelProfile.from_json(text)
+    return profile_from_config(model, dtype, sequence_length=sequence_length, fused_kernels=fused_kernels)
 
-    Args:
-        model: a config.json, a folder that holds one, or a hub id.
-        dtype: torch's name of the weights' dtype.
 
-    Raises:
-        ConfigError: no such file and no network, or a dtype that torch doesn't know.
-    """
-    import torch
+def _load_plan_or_trace(path: Path) -> tuple[PlacementPlan, MeasuredTrace | None]:
+    if not path.is_file():
+        raise ConfigError(f"no plan at {str(path)!r}; write one with `lazytrain plan MODEL --out plan.json`")
+    text = path.read_text()
+    if '"waits_s"' not in text:
+        return PlacementPlan.from_json(text), None
+    trace = MeasuredTrace.from_json(text)
+    if trace.plan is None:
+        raise ConfigError(f"the trace {str(path)!r} holds no plan; give the plan, and the trace with --measured")
+    return PlacementPlan.from_json(json.dumps(trace.plan)), trace
 
-    from lazytrain_plugin.profile.extract import extract_model_profile
-    from lazytrain_plugin.runtime.discovery import discover
 
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise ConfigError(f"dtype {dtype!r} is not one of torch's; use bfloat16 or float32")
-    config = _load_config(model)
-    built = _build_on_meta(config, torch_dtype, model)
-    found = discover(built)
-    return extract_model_profile(
-        built,
-        [(unit.name, unit.module) for unit in found.units],
-        [(unit.name, [parameter for _, parameter in unit.parameters]) for unit in found.stem],
-        sequence_length=sequence_length,
-        fused_kernels=fused_kernels,
-        name=Path(model).name if not model.endswith(".json") else type(built).__name__,
+def _with_nvme(machine: HardwareProfile, request: PlanRequest, gib: float) -> tuple[HardwareProfile, PlanRequest]:
+    """Machine and request with so much of the disk."""
+    budget_bytes = _gib_to_bytes("nvme-gib", gib)
+    if not machine.nvme_read_bytes_per_s or not machine.nvme_write_bytes_per_s:
+        raise ConfigError(
+            f"--nvme-gib is {gib:g}, but the profile of {machine.name!r} has no rates of a disk; measure one with "
+            "`lazytrain profile --nvme-path FOLDER --out machine.json`"
+        )
+    if machine.nvme_bytes and budget_bytes > machine.nvme_bytes:
+        raise ConfigError(
+            f"--nvme-gib is {gib:g}, {machine.name!r} has {machine.nvme_bytes / GIB:g} GiB of disk free; give less"
+        )
+    capabilities = replace(request.capabilities, nvme=True)
+    return replace(machine, nvme_bytes=budget_bytes), replace(
+        request, nvme_budget_bytes=budget_bytes, capabilities=capabilities
     )
 
 
-def _load_config(model: str) -> Any:
-    from transformers import AutoConfig
-
-    path = Path(model)
-    if model.endswith(".json") and not path.is_file():
-        raise ConfigError(f"no config at {model!r}; give a config.json, a model folder or a hub id")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"{model!r} holds no config.json; give a model folder as save_pretrained writes it")
-    try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        if path.exists():
-            raise ConfigError(f"{model!r} is no model config: {str(error).splitlines()[0]}") from error
-        raise ConfigError(
-            f"the config of {model!r} can't be had from the hub (no such model, or no network): "
-            "download its config.json and give the file"
-        ) from error
+def _timeline_data(
+    problem: PlacementProblem | None, plan: PlacementPlan, trace: MeasuredTrace | None, profile: ModelProfile | None
+) -> dict | None:
+    """The planned step: replayed for the given model, else as the run that was measured had it."""
+    if problem is not None:
+        return build_timeline(problem, plan, title=f"{profile.name}, {problem.max_tokens} tokens")
+    return trace.planned if trace is not None else None
 
 
-def _build_on_meta(config: Any, dtype: Any, model: str) -> Any:
-    import torch
-    import transformers
+def _write_page(path: Path, data: dict, trace: MeasuredTrace | None) -> None:
+    path.write_text(timeline_page(with_measured(data, trace.typical) if trace is not None else data))
 
-    class_names = getattr(config, "architectures", None) or []
-    model_class = getattr(transformers, class_names[0], None) if class_names else None
-    try:
-        with torch.device("meta"):
-            if model_class is not None and hasattr(model_class, "_from_config"):
-                return model_class._from_config(config, dtype=dtype)
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
-        raise ConfigError(f"{model!r} describes no model that can be built: {str(error).splitlines()[0]}") from error
+
+def _title(profile: ModelProfile, machine: HardwareProfile, micro_batch: int, seq_len: int) -> str:
+    return f"{profile.name}, {micro_batch} x {seq_len} tokens on {machine.name}"
+
+
+def _explained_as_json(
+    plan: PlacementPlan, unit: str | None, profile: ModelProfile | None, trace: MeasuredTrace | None, data: dict | None
+) -> str:
+    if trace is not None:
+        planned = planned_events(data) if data is not None else ()
+        step = trace.typical
+        resources = [asdict(row) for row in compare_resources(planned, step.events)]
+        kinds = [asdict(row) for row in compare_kinds(planned, step.events)]
+        return (
+            json.dumps(
+                {
+                    "step": step.step,
+                    "planned_step_s": data["step_s"] if data is not None else None,
+                    "measured_step_s": step.step_s,
+                    "resources": resources,
+                    "operations": kinds,
+                    "waits_s": step.waits_s,
+                    "peak_bytes": step.peak_bytes,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
+    if unit is None:
+        return plan.to_json()
+    return json.dumps(asdict(find_unit(plan, unit, profile)[0]), indent=1) + "\n"
 
 
 def _cache_dir() -> Path:
@@ -204,6 +291,8 @@ class _errors_to_exit:
         return None
 
     def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, OSError):
+            error = ConfigError(f"{error.filename or 'a file'}: {error.strerror}")
         if isinstance(error, LazyTrainError):
             typer.echo(f"lazytrain: {error}", err=True)
             raise typer.Exit(code=1)

@@ -23,6 +23,7 @@ from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
 from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
 from lazytrain_plugin.integration.plan_watch import PlanWatch
 from lazytrain_plugin.integration.planning import Planner, count_tokens, nvme_tier
+from lazytrain_plugin.integration.step_trace import finish_recording, record_steps
 from lazytrain_plugin.integration.watchdog import Watchdog
 from lazytrain_plugin.kernels import native
 from lazytrain_plugin.plan.result import PlacementPlan
@@ -125,6 +126,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         )
         self._watchdog = Watchdog(config.watchdog_s, self.global_rank)
         self._plan_watch = PlanWatch(executor, self.gradient_accumulation_steps())
+        record_steps(config.trace, executor, self._planner)
         self._place(executor, self._planner.first_plan())
         if config.fused_kernels and device.type == "cuda":
             fused.apply_fused_kernels(self.module, device)
@@ -232,6 +234,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
     def destroy(self) -> None:
         if self.lazytrain is not None:
             self._planner.close()
+            finish_recording(self.lazytrain.executor)
             release(self.module, self.lazytrain.executor)
         super().destroy()
 

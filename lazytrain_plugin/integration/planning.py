@@ -23,6 +23,7 @@ from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes, simulate
+from lazytrain_plugin.plan.timeline import build_timeline
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.profile.measure import measure_hardware
 from lazytrain_plugin.runtime.discovery import Discovery
@@ -166,6 +167,14 @@ class Planner:
         if self._request is None:
             return None
         return simulate(build_problem(self._model_profile, self._hardware, self._request), plan)
+
+    def timeline(self) -> dict[str, Any] | None:
+        """The current plan's step as a picture's data; None for a plan that the user fixed."""
+        if self._request is None or self._current is None:
+            return None
+        problem = build_problem(self._model_profile, self._hardware, self._request)
+        title = f"{self._model_profile.name}, {self._request.max_tokens} tokens on {self._hardware.name}"
+        return build_timeline(problem, self._current, title=title)
 
     def observe(self, measured: MeasuredStep) -> None:
         """Takes over the rates of real steps; a search for a better plan starts where they are far from planned."""

@@ -37,14 +37,7 @@ def check_plan(
     tokens = request.max_tokens or plan.max_tokens
     if tokens is None:
         raise PlanMismatchError("the plan has no max_tokens; pass the tokens of a micro-batch")
-    for part, units, profiles in (("unit", plan.units, model.units), ("stem", plan.stem, model.stem)):
-        planned, present = [unit.name for unit in units], [profile.name for profile in profiles]
-        if planned != present:
-            odd = next((a or b for a, b in zip_longest(planned, present) if a != b), "?")
-            raise PlanMismatchError(
-                f"the plan is for another model: {len(planned)} {part} entries against {len(present)}, "
-                f"first difference at {odd!r}; plan for this model again"
-            )
+    _check_names(plan, model)
     every_unit = (*plan.units, *plan.stem)
     state_bits = {unit.state_bits for unit in every_unit}
     if plan.fidelity == Fidelity.EXACT and 8 in state_bits:
@@ -54,7 +47,7 @@ def check_plan(
         )
     if hardware.has_gpu and any(unit.weights != Tier.GPU for unit in plan.stem):
         raise PlanMismatchError("a stem unit's weights are off the GPU; they are read there between steps")
-    problem = _problem(plan, model, hardware, replace(request, max_tokens=tokens, fidelity=plan.fidelity))
+    problem = problem_of(plan, model, hardware, replace(request, max_tokens=tokens))
     ledger = account(problem, plan)
     have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
     for tier, need_bytes in ledger.need_bytes().items():
@@ -73,10 +66,27 @@ def check_plan(
     return ledger
 
 
-def _problem(
+def _check_names(plan: PlacementPlan, model: ModelProfile) -> None:
+    for part, units, profiles in (("unit", plan.units, model.units), ("stem", plan.stem, model.stem)):
+        planned, present = [unit.name for unit in units], [profile.name for profile in profiles]
+        if planned != present:
+            odd = next((a or b for a, b in zip_longest(planned, present) if a != b), "?")
+            raise PlanMismatchError(
+                f"the plan is for another model: {len(planned)} {part} entries against {len(present)}, "
+                f"first difference at {odd!r}; plan for this model again"
+            )
+
+
+def problem_of(
     plan: PlacementPlan, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest
 ) -> PlacementProblem:
-    """The problem with each unit's moments in the plan's own bits (a hand-written plan may mix them)."""
+    """The problem with each unit's moments in the plan's own bits (a hand-written plan may mix them).
+
+    Raises:
+        PlanMismatchError: the plan is for another model.
+    """
+    _check_names(plan, model)
+    request = replace(request, max_tokens=request.max_tokens or plan.max_tokens, fidelity=plan.fidelity)
     by_bits = {bits: build_problem(model, hardware, replace(request, state_bits=bits)) for bits in (8, 32)}
     return replace(
         by_bits[32],

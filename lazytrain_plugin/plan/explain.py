@@ -12,9 +12,11 @@ from rich.text import Text
 from lazytrain_plugin.plan.accounting import Ledger
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes
+from lazytrain_plugin.profile.model import ModelProfile, TensorProfile
 from lazytrain_plugin.units import format_bytes
+from lazytrain_plugin.vocab import Activations, Tier
 
-TIER_NAMES = {"gpu": "GPU", "cpu": "host"}
+TIER_NAMES = {"gpu": "GPU", "cpu": "host", "nvme": "NVMe"}
 
 
 def explain_plan(
@@ -34,28 +36,61 @@ def explain_plan(
     return Group(_summary(plan, times), _memory_table(plan, ledger, have_bytes), _unit_table(plan), _reasons(plan))
 
 
-def explain_unit(plan: PlacementPlan, name: str) -> Group:
-    """Why one unit is where it is. `name` may be a tensor of it. Raises PlanMismatchError for an unknown name."""
-    matches = [unit for unit in (*plan.units, *plan.stem) if _names(unit, name)]
-    unit = max(matches, key=lambda match: len(match.name)) if matches else plan.unit(name)
+def explain_unit(plan: PlacementPlan, name: str, model: ModelProfile | None = None) -> Group:
+    """Why one unit is where it is. `name` may be a tensor of it. Raises PlanMismatchError for an unknown name.
+
+    Args:
+        model: knows which small tensors make up `stem.rest`, and every tensor's shape.
+    """
+    unit, tensor = find_unit(plan, name, model)
     table = Table(show_header=False, box=None, pad_edge=False)
+    if tensor is not None:
+        sizes = f"{' x '.join(map(str, tensor.shape))} {tensor.dtype}, {format_bytes(tensor.flat_bytes)}"
+        table.add_row("tensor", f"{tensor.name}: {sizes}" + ("" if tensor.trainable else ", frozen"))
     table.add_row("unit", unit.name)
     for label, value in _decisions(unit):
         table.add_row(label, value)
     return Group(table, Text(unit.reason))
 
 
+def find_unit(
+    plan: PlacementPlan, name: str, model: ModelProfile | None = None
+) -> tuple[UnitPlan, TensorProfile | None]:
+    """The unit of this name, or the one whose tensor has it (with the tensor, where `model` tells of it).
+
+    Raises:
+        PlanMismatchError: an unknown name.
+    """
+    for profile in (*model.units, *model.stem) if model is not None else ():
+        for tensor in profile.tensors:
+            if tensor.name == name:
+                return plan.unit(profile.name), tensor
+    matches = [unit for unit in (*plan.units, *plan.stem) if _names(unit, name)]
+    return (max(matches, key=lambda match: len(match.name)) if matches else plan.unit(name)), None
+
+
 def _names(unit: UnitPlan, name: str) -> bool:
-    return name == unit.name or name.startswith(unit.name + ".") or unit.name == f"stem.{name}"
+    if name == unit.name or name.startswith(unit.name + "."):
+        return True
+    # A big tensor of the stem is a unit by itself, `stem.model.embed_tokens.weight`.
+    return unit.name == f"stem.{name}" or unit.name.startswith(f"stem.{name}.")
 
 
 def _decisions(unit: UnitPlan) -> list[tuple[str, str]]:
+    saves = unit.activations.value
+    if unit.activations != Activations.RECOMPUTE and unit.saved != Tier.GPU:
+        saves += f" ({TIER_NAMES[unit.saved]})"
     return [
         ("weights", TIER_NAMES[unit.weights]),
         ("states", f"{TIER_NAMES[unit.states]}, {unit.state_bits} bit"),
-        ("updated by", TIER_NAMES[unit.updater]),
-        ("activations", unit.activations.value),
+        ("updated by", TIER_NAMES[unit.updater] + (", streamed" if unit.streams_states else "")),
+        ("activations", saves),
+        ("input", TIER_NAMES[unit.boundary]),
     ]
+
+
+OF_LAYERS = ("activations", "input")
+"""Decisions that stem units don't have."""
 
 
 def _summary(plan: PlacementPlan, times: StepTimes | None) -> Text:
@@ -86,14 +121,14 @@ def _memory_table(plan: PlacementPlan, ledger: Ledger | None, have_bytes: dict[s
     for column in ("tier", "need", "have", "what takes it"):
         table.add_column(column, justify="right" if column in ("need", "have") else "left")
     need = ledger.total_bytes() if ledger is not None else plan.predicted_bytes
-    for tier in ("gpu", "cpu"):
+    for tier in ("gpu", "cpu", "nvme"):
         if not need.get(tier):
             continue
         lines = sorted(getattr(ledger, tier).items(), key=lambda line: -line[1]) if ledger is not None else []
         table.add_row(
             TIER_NAMES[tier],
             format_bytes(need[tier]),
-            format_bytes(have_bytes[tier]) if have_bytes else "-",
+            format_bytes(have_bytes[tier]) if have_bytes and have_bytes.get(tier) else "-",
             ", ".join(f"{line} {format_bytes(num_bytes)}" for line, num_bytes in lines),
         )
     return table
@@ -101,13 +136,13 @@ def _memory_table(plan: PlacementPlan, ledger: Ledger | None, have_bytes: dict[s
 
 def _unit_table(plan: PlacementPlan) -> Table:
     table = Table(title="units", title_justify="left")
-    for column in ("units", "weights", "states", "updated by", "activations"):
+    for column in ("units", "weights", "states", "updated by", "activations", "input"):
         table.add_column(column, overflow="fold")
     for group in _equal_runs(plan.units):
         table.add_row(_span(group), *(value for _, value in _decisions(group[0])))
     for unit in plan.stem:
-        values = [value for label, value in _decisions(unit) if label != "activations"]
-        table.add_row(unit.name, *values, "-")
+        values = ["-" if label in OF_LAYERS else value for label, value in _decisions(unit)]
+        table.add_row(unit.name, *values)
     return table
 
 

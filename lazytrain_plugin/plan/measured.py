@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.simulate import Event, Resource
@@ -40,6 +41,10 @@ class MeasuredTrace:
     steps: tuple[MeasuredStep, ...]
     device: str = ""
     """Name of the GPU, or "cpu"."""
+    plan: dict[str, Any] | None = None
+    """The plan that was carried out, as its own JSON."""
+    planned: dict[str, Any] | None = None
+    """The plan's own step, as `build_timeline` makes it; None for a plan by hand."""
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:

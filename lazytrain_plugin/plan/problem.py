@@ -258,6 +258,10 @@ def _unit_cost(
         forward_s = unit.flop_per_token * tokens / hardware.layer_flop_per_s
     # Gradients with respect to the input cost a forward; with respect to weights another, for the trainable ones.
     trainable_share = unit.num_trainable / unit.num_parameters if unit.num_parameters else 0.0
+    if unit.backward_s_per_token is not None:
+        backward_s = unit.backward_s_per_token * tokens
+    else:
+        backward_s = forward_s * (1 + trainable_share)
     accumulates = accumulation_steps > 1 and unit.num_trainable > 0
     gpu = hardware.has_gpu
     return UnitCost(
@@ -273,7 +277,7 @@ def _unit_cost(
         kept_bytes=unit.kept_bytes_per_token * tokens,
         workspace_bytes=unit.workspace_bytes_per_token * tokens,
         forward_s=forward_s,
-        backward_s=forward_s * (1 + trainable_share),
+        backward_s=backward_s,
         weight_h2d_s=unit.weight_bytes / hardware.h2d_shared_bytes_per_s if gpu else 0.0,
         gradient_d2h_s=unit.gradient_bytes / hardware.d2h_shared_bytes_per_s if gpu else 0.0,
         cpu_update_s=unit.num_trainable / hardware.cpu_update_parameters_per_s(state_bits, shared=gpu),

@@ -30,14 +30,11 @@ SHORTEST_WAIT_FRAC = 1e-4
 """Of the step; gaps below are rounding."""
 
 
-def build_timeline(
-    problem: PlacementProblem, plan: PlacementPlan, *, title: str, measured: MeasuredStep | None = None
-) -> dict[str, Any]:
-    """Everything that the page shows.
+def build_timeline(problem: PlacementProblem, plan: PlacementPlan, *, title: str) -> dict[str, Any]:
+    """The planned part of what the page shows.
 
     Args:
         title: heading of the page: the model and the machine.
-        measured: a real step, drawn below the planned one.
     """
     times = simulate(problem, plan, record=True)
     ledger = account(problem, plan)
@@ -57,14 +54,19 @@ def build_timeline(
             {"tier": tier, "budget_bytes": budgets[tier], "peak_bytes": peaks.get(tier, 0), **series}
             for tier, series in memory_series(problem, plan, times.events, times.step_s).items()
         ],
-        "measured": None
-        if measured is None
-        else {
+        "measured": None,
+    }
+
+
+def with_measured(timeline: dict[str, Any], measured: MeasuredStep) -> dict[str, Any]:
+    """The data of `build_timeline` with a real step, which is drawn below the planned one."""
+    return {
+        **timeline,
+        "measured": {
             "step": measured.step,
             "step_s": measured.step_s,
             "lanes": _lanes(measured.events, measured.step_s),
             "waits": compute_waits(measured.events, measured.step_s),
-            "waits_s": measured.waits_s,
             "peak_bytes": measured.peak_bytes,
         },
     }

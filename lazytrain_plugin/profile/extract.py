@@ -116,7 +116,7 @@ def _probe_units(
     weights = {tensor.untyped_storage()._cdata for tensor in meta.values()}
     recorder.ignored |= weights
     try:
-        inputs = _meta_inputs(model)
+        inputs = meta_inputs(model, 1, PROBE_TOKENS)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_without_gradient_checkpointing(model))
             stack.enter_context(recorder.watch(units))
@@ -183,8 +183,9 @@ def _matrix_flop(module: nn.Module, config: object) -> float:
     )
 
 
-def _meta_inputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta")
+def meta_inputs(model: nn.Module, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:
+    """Arguments of a forward on meta tensors. Raises RuntimeError for a model that takes no token ids."""
+    tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long, device="meta")
     accepted = inspect.signature(model.forward).parameters
     # Wrappers (PEFT) take **kwargs and hand them on.
     names = {"input_ids"} if "input_ids" in accepted or "kwargs" in accepted else set()

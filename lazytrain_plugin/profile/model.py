@@ -104,6 +104,8 @@ class UnitProfile:
     """Floating point operations of the forward, attention included."""
     forward_s_per_token: float | None = None
     """Measured time of the forward; None: derived from `flop_per_token`."""
+    backward_s_per_token: float | None = None
+    """Measured time of the backward, without recompute; None: derived from the forward's."""
     strategies: tuple[StrategyProfile, ...] = ()
     """Ways of saving other than KEEP (`kept_bytes_per_token`, nothing again); RECOMPUTE without an entry: all again."""
     kept_bytes_per_token_by_class: dict[str, int] = field(default_factory=dict)

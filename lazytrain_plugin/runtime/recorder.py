@@ -30,11 +30,12 @@ class _Span:
 
 
 class StepRecorder:
-    """Records the operations of optimizer steps `first_step` to `first_step + num_steps - 1`.
+    """Records the operations of `num_steps` optimizer steps.
 
     Args:
         device: the device that computes.
-        first_step: steps of this run before the first recorded one.
+        first_step: steps of this run before the first recorded one; at least 1, because a step begins with the updates
+            of the one before.
         finished: called with what was recorded, on the thread that calls `end_step`, once.
     """
 
@@ -81,14 +82,13 @@ class StepRecorder:
 
     def end_step(self) -> None:
         """`step()` was called: the next operation belongs to the next step."""
+        self._ended_steps += 1
         if self._ended_steps == self._first:
             self._start()
-        self._ended_steps += 1
-        if not self.active:
-            return
-        self._marks.append(self._mark())
-        if self._ended_steps > self._end:
-            self.finish()
+        if self.active:
+            self._marks.append(self._mark())
+            if self._ended_steps == self._end:
+                self.finish()
 
     def finish(self) -> None:
         """Hands over the steps that are complete, if there are any. Safe to call twice."""

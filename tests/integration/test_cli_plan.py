@@ -8,8 +8,11 @@ import typer
 from transformers import Qwen2Config
 from typer.testing import CliRunner
 
-from lazytrain_plugin.integration import cli_plan
+from lazytrain_plugin.integration import cli_plan, measure_nvme
+from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.plan.measured import MeasuredStep, MeasuredTrace
 from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.plan.simulate import Event, Resource
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
 
@@ -23,6 +26,17 @@ def lazytrain():
     cli_plan.register(app)
     runner = CliRunner(env={"COLUMNS": "140"})
     return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def solver():
+    """For the one test that searches for ten seconds."""
+
+
+@pytest.fixture(autouse=True)
+def quick_planner(monkeypatch, request):
+    if "solver" not in request.fixturenames:
+        monkeypatch.setattr(cli_plan, "make_plan", greedy_plan)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +54,15 @@ def config_7b(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def profile_7b(config_7b):
+    """The same as `lazytrain profile MODEL --out` writes it: read faster than a config is run on meta tensors."""
+    path = config_7b / "profile.json"
+    cli_plan.profile_from_config(str(config_7b)).save(path)
+    return path
+
+
+@pytest.mark.usefixtures("solver")
 def test_7b_is_planned_without_a_gpu_or_weights(lazytrain, config_7b, tmp_path):
     out = tmp_path / "plan.json"
     result = lazytrain("plan", config_7b, "--hardware", H200, "--micro-batch", 32, "--gpu-memory-gib", 70, "--out", out)
@@ -82,6 +105,9 @@ def test_what_does_not_fit_exits_with_need_and_have(lazytrain, config_7b):
         (["plan", "{folder}", "--hardware", H200, "--gpu-memory-gib", "-4"], "gpu-memory-gib is -4"),
         (["plan", "{folder}", "--hardware", H200, "--dtype", "bf17"], "bf17"),
         (["explain", "missing_plan.json"], "no plan at"),
+        (["plan", "{folder}", "--hardware", H200, "--measured", "missing_trace.json"], "can't be read"),
+        (["plan", "{folder}", "--hardware", H200, "--measured", H200], "schema"),
+        (["plan", "{folder}", "--hardware", H200, "--nvme-gib", "0"], "nvme-gib is 0"),
     ],
 )
 def test_mistakes_end_in_one_line(lazytrain, config_7b, arguments, message):
@@ -100,9 +126,139 @@ def test_profiles(lazytrain, config_7b, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     result = lazytrain("profile", "--out", tmp_path / "this.json")
     assert result.exit_code == 0, result.output
+    assert "CPU update, 8-bit states" in result.output and "host memory" in result.output
     assert HardwareProfile.load(tmp_path / "this.json").cpu_bytes > 0
     assert list((tmp_path / "cache" / "lazytrain").glob("rates-*.json"))
-    described = lazytrain("profile", config_7b)
+    described = lazytrain("profile", config_7b, "--json")
     model = ModelProfile.from_json(described.stdout)
     assert model.num_parameters == 7_615_616_512
     assert json.loads(described.stdout)["estimate"] == ""
+    shown = lazytrain("profile", config_7b)
+    assert "model.layers.0 .. 27 (28)" in shown.output and "matmuls" in shown.output and "of it mlp" in shown.output
+
+
+def test_a_disk_is_measured_through_the_tier(lazytrain, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure_nvme, "REGION_BYTES", 8 * 2**20)
+    result = lazytrain("profile", "--nvme-path", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    machine = HardwareProfile.from_json(result.stdout)
+    assert machine.nvme_bytes > 0 and machine.nvme_read_bytes_per_s > 1e6 and machine.nvme_write_bytes_per_s > 1e6
+    assert not [path for path in tmp_path.iterdir() if path.name != "cache"]  # nothing is left behind
+    assert "leave out the model" in lazytrain("profile", "m.json", "--nvme-path", tmp_path).stderr
+
+
+def test_measured_layers_make_the_plan(lazytrain, tmp_path):
+    Qwen2Config(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=500,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(tmp_path)
+    out = tmp_path / "model.json"
+    result = lazytrain("profile", tmp_path, "--measure", "--micro-batch", 2, "--seq-len", 32, "--out", out)
+    assert result.exit_code == 0, result.output
+    units = ModelProfile.from_json(out.read_text()).units
+    assert len({(unit.forward_s_per_token, unit.backward_s_per_token) for unit in units}) == 1  # one kind, timed once
+    assert 0 < units[0].forward_s_per_token < 1 and 0 < units[0].backward_s_per_token < 1
+    options = ["--hardware", H200, "--micro-batch", 2, "--seq-len", 32, "--json"]
+    plans = [PlacementPlan.from_json(lazytrain("plan", source, *options).stdout) for source in (out, tmp_path)]
+    # The CPU that timed the layers is far slower than what the H200's file says.
+    assert plans[0].predicted_step_s > 10 * plans[1].predicted_step_s
+
+
+def test_timeline_of_a_plan(lazytrain, profile_7b, tmp_path):
+    page, out = tmp_path / "timeline.html", tmp_path / "plan.json"
+    options = ["--hardware", H200, "--micro-batch", 8, "--gpu-memory-gib", 40]
+    result = lazytrain("plan", profile_7b, *options, "--out", out, "--timeline", page)
+    assert result.exit_code == 0, result.output
+    assert "forward model.layers.27" in page.read_text() and '"measured": null' in page.read_text()
+    refused = lazytrain("explain", out, "--timeline", page)
+    assert refused.exit_code == 1 and "add --model" in refused.stderr
+    drawn = lazytrain("explain", out, "--timeline", page, "--model", profile_7b, "--hardware", H200)
+    assert drawn.exit_code == 0, drawn.output
+
+
+def test_planned_against_measured(lazytrain, profile_7b, tmp_path):
+    out, trace_file, page = (tmp_path / name for name in ("plan.json", "trace.json", "timeline.html"))
+    options = ["--hardware", H200, "--micro-batch", 8, "--gpu-memory-gib", 40]
+    lazytrain("plan", profile_7b, *options, "--out", out)
+    step = MeasuredStep(
+        step=7,
+        step_s=1.25,
+        events=(
+            Event("forward model.layers.0", Resource.COMPUTE, 0.1, 0.35),
+            Event("weights model.layers.9 (forward)", Resource.H2D, 0.0, 0.5, 3 * 10**9),
+        ),
+        waits_s={"update": 0.25},
+        peak_bytes={"gpu": 30 * 2**30},
+    )
+    MeasuredTrace(steps=(step,), plan=json.loads(out.read_text())).save(trace_file)
+
+    compared = lazytrain("explain", out, "--measured", trace_file, "--model", profile_7b, "--hardware", H200)
+    assert compared.exit_code == 0, compared.output
+    text = " ".join(compared.output.split())
+    assert "1250.0 ms measured" in text and "ms planned" in text
+    assert "6.0 GB/s" in text and "update │ 250.0 ms (20.0%)" in text and "30.0 GiB" in text
+
+    alone = lazytrain("explain", trace_file)  # without the model: what was measured
+    assert alone.exit_code == 0 and "1250.0 ms measured" in alone.output and "ms planned" not in alone.output
+    assert "model.layers.0" in alone.output  # the plan is in the trace
+    as_json = json.loads(lazytrain("explain", out, "--measured", trace_file, "--json").stdout)
+    assert as_json["measured_step_s"] == 1.25 and as_json["planned_step_s"] is None
+    assert as_json["resources"][0]["measured_busy_s"] == pytest.approx(0.25)
+
+    drawn = lazytrain("plan", profile_7b, *options, "--measured", trace_file, "--timeline", page)
+    assert drawn.exit_code == 0 and '"measured": {"step": 7' in page.read_text()
+
+
+def test_why_a_tensor_is_where_it_is(lazytrain, profile_7b, tmp_path):
+    out = tmp_path / "plan.json"
+    options = ["--hardware", H200, "--micro-batch", 8, "--gpu-memory-gib", 40]
+    lazytrain("plan", profile_7b, *options, "--out", out)
+    for name, unit, shape in [
+        ("model.layers.20.mlp.up_proj.weight", "model.layers.20", "18944 x 3584 bfloat16"),
+        ("model.norm.weight", "stem.rest", "3584 bfloat16"),
+        ("lm_head.weight", "stem.lm_head.weight", "152064 x 3584 bfloat16"),
+    ]:
+        shown = lazytrain("explain", out, name, "--model", profile_7b, "--hardware", H200)
+        assert shown.exit_code == 0, shown.output
+        text = " ".join(shown.output.split())
+        assert shape in text and unit in text and "instead (a step takes" in text
+    unknown = lazytrain("explain", out, "model.layers.99.mlp.up_proj.weight")
+    assert unknown.exit_code == 1 and "no unit" in unknown.stderr
+
+
+def test_nvme_budget(lazytrain, profile_7b, tmp_path):
+    """7B with 32-bit states takes 99 GiB at rest; with 60 the rest goes to disk, where the file gives its rates."""
+    options = ["--hardware", H200, "--micro-batch", 4, "--gpu-memory-gib", 24, "--cpu-memory-gib", 60]
+    assert lazytrain("plan", profile_7b, *options).exit_code == 1
+    out = tmp_path / "plan.json"
+    result = lazytrain("plan", profile_7b, *options, "--nvme-gib", 200, "--out", out)
+    assert result.exit_code == 0, result.output
+    plan = PlacementPlan.load(out)
+    assert any(unit.states == "nvme" for unit in plan.units) and "NVMe" in result.output
+    assert 0 < plan.predicted_bytes["nvme"] <= 200 * 2**30
+    machine = json.loads(Path(H200).read_text())
+    del machine["nvme_read_bytes_per_s"]
+    (tmp_path / "no_disk.json").write_text(json.dumps(machine))
+    refused = lazytrain("plan", profile_7b, "--hardware", tmp_path / "no_disk.json", "--nvme-gib", 200)
+    assert refused.exit_code == 1 and "no rates of a disk" in refused.stderr
+
+
+def test_json_alone_on_stdout(lazytrain, profile_7b, tmp_path):
+    page = tmp_path / "timeline.html"
+    options = ["--hardware", H200, "--micro-batch", 4, "--timeline", page, "--json"]
+    plan = PlacementPlan.from_json(lazytrain("plan", profile_7b, *options).stdout)
+    plan.save(tmp_path / "plan.json")
+    assert PlacementPlan.from_json(lazytrain("explain", tmp_path / "plan.json", "--json").stdout) == plan
+    unit = json.loads(lazytrain("explain", tmp_path / "plan.json", "model.layers.3", "--json").stdout)
+    assert unit["name"] == "model.layers.3" and unit["reason"]
+
+
+def test_a_file_that_cannot_be_written_is_one_line(lazytrain, profile_7b, tmp_path):
+    result = lazytrain("plan", profile_7b, "--hardware", H200, "--out", tmp_path / "no" / "plan.json")
+    assert result.exit_code == 1 and "No such file" in result.stderr and "Traceback" not in result.output

@@ -11,7 +11,7 @@ from lazytrain_plugin.plan.measured import MeasuredStep
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.simulate import Event, Resource, simulate
-from lazytrain_plugin.plan.timeline import build_timeline, compute_waits, timeline_page
+from lazytrain_plugin.plan.timeline import build_timeline, compute_waits, timeline_page, with_measured
 from lazytrain_plugin.units import GIB, MIB
 from tests.plan import builders
 
@@ -109,7 +109,7 @@ def test_the_page_stands_alone():
         waits_s={},
         peak_bytes={"gpu": GIB},
     )
-    page = timeline_page(build_timeline(problem, plan, title="a & b", measured=measured))
+    page = timeline_page(with_measured(build_timeline(problem, plan, title="a & b"), measured))
     assert not re.search(r"(src|href)\s*=|https?://|@import|url\(", page)
     body = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S).group(1)
     data = json.loads(body)

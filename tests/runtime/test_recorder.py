@@ -87,7 +87,7 @@ def test_activations_on_their_way(device):
     executor = rig.make_executor(model, plan, device=device)
     found = []
     executor.streams.trace.recorder = StepRecorder(
-        torch.device(device), first_step=0, num_steps=1, finished=found.append
+        torch.device(device), first_step=1, num_steps=1, finished=found.append
     )
     ids = torch.randint(0, rig.VOCAB, (8, 100), device=device)  # inputs of 75 KiB
     rig.train(executor, [[ids], [ids]])
@@ -113,7 +113,7 @@ def test_a_run_that_ends_early_keeps_its_whole_steps():
     assert found == []
     executor.streams.trace.recorder.finish()
     executor.streams.trace.recorder.finish()
-    assert [[step.step for step in steps] for steps in found] == [[2]]
+    assert [[step.step for step in steps] for steps in found] == [[2, 3]]
     executor.close()
 
 

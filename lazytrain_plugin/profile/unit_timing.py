@@ -1,0 +1,190 @@
+"""Times real units on the device: forward and backward of one of each kind, with random weights.
+
+A unit of a model on the meta device is copied and given memory, so that a machine needs room for one unit, not for the
+model. Its inputs have the shapes and dtypes that it gets in a run of the whole model on meta tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from lazytrain_plugin.errors import UnsupportedModelError
+from lazytrain_plugin.profile import shapes
+from lazytrain_plugin.profile.model import ModelProfile, UnitProfile
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_RUNS = 2
+TIMED_RUNS = 5
+LONG_ENOUGH_S = 2.0
+"""A kind of unit is not run again once its runs took this long (a CPU takes seconds for one)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTimes:
+    """Median times of one unit, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    """With gradients of inputs and of every trainable weight; without recompute."""
+
+
+def measure_units(
+    profile: ModelProfile,
+    model: nn.Module,
+    units: Sequence[tuple[str, nn.Module]],
+    device: torch.device,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> ModelProfile:
+    """`profile` with measured times for every unit; units of equal tensors and work are timed once.
+
+    Args:
+        model: on the meta device, with its modules' own forwards.
+        units: (name, module) of `model`, in forward order.
+        prepare: changes a unit after it got memory (puts fused kernels in).
+
+    Raises:
+        UnsupportedModelError: the model does not run on meta tensors, or a unit does not run on random inputs.
+    """
+    calls = _calls_on_meta(model, units, batch_size, sequence_length)
+    times: dict[tuple, UnitTimes] = {}
+    measured = []
+    modules = dict(units)
+    for unit in profile.units:
+        kind = _kind(unit)
+        if kind not in times:
+            try:
+                times[kind] = time_unit(modules[unit.name], *calls[unit.name], device, prepare=prepare)
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"{unit.name} can't be timed: it does not run on random weights and inputs ({error}); plan with "
+                    "derived times, without --measure"
+                ) from error
+            logger.info("%s: forward %.4g s, backward %.4g s", unit.name, times[kind].forward_s, times[kind].backward_s)
+        tokens = batch_size * sequence_length
+        measured.append(
+            replace(
+                unit,
+                forward_s_per_token=times[kind].forward_s / tokens,
+                backward_s_per_token=times[kind].backward_s / tokens,
+            )
+        )
+    return replace(profile, units=tuple(measured))
+
+
+def time_unit(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    device: torch.device,
+    *,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> UnitTimes:
+    """Runs a copy of a meta `module` on tensors like `args` and `kwargs` (which may be meta tensors)."""
+    unit = copy.deepcopy(module).to_empty(device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for tensor in (*unit.parameters(), *unit.buffers()):
+            if tensor.is_floating_point():
+                tensor.normal_(std=0.02, generator=generator)
+            else:
+                tensor.zero_()
+    if prepare is not None:
+        prepare(unit)
+    unit.train()
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _random_like(tensor, device, generator), (args, kwargs))
+    forward, backward, begin_s = [], [], time.perf_counter()
+    for run in range(WARM_UP_RUNS + TIMED_RUNS):
+        marks = [_mark(device)]
+        output = unit(*args, **kwargs)
+        marks.append(_mark(device))
+        roots = [t for t in _tensors(output) if t.requires_grad]
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        marks.append(_mark(device))
+        for parameter in unit.parameters():
+            parameter.grad = None
+        _synchronize(device)
+        if run >= WARM_UP_RUNS or time.perf_counter() - begin_s > LONG_ENOUGH_S:
+            forward.append(_between(marks[0], marks[1]))
+            backward.append(_between(marks[1], marks[2]))
+        if forward and time.perf_counter() - begin_s > LONG_ENOUGH_S:
+            break
+    return UnitTimes(forward_s=statistics.median(forward), backward_s=statistics.median(backward))
+
+
+def _calls_on_meta(
+    model: nn.Module, units: Sequence[tuple[str, nn.Module]], batch_size: int, sequence_length: int
+) -> dict[str, tuple[tuple, dict]]:
+    """Arguments of each unit's first call."""
+    from lazytrain_plugin.profile.extract import meta_inputs
+
+    calls: dict[str, tuple[tuple, dict]] = {}
+    with contextlib.ExitStack() as stack:
+        for name, module in units:
+
+            def hook(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+                calls.setdefault(name, (args, kwargs))
+
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        stack.enter_context(shapes.shape_kernels(model, fused=True, on_attention=lambda *sizes: None))
+        stack.enter_context(torch.enable_grad())
+        try:
+            model(**meta_inputs(model, batch_size, sequence_length))
+        except Exception as error:  # whatever a model's own code raises on meta tensors
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not run on meta tensors ({str(error).splitlines()[0][:120]}), so the "
+                "inputs of its layers are not known; plan with derived times, without --measure"
+            ) from error
+    return calls
+
+
+def _kind(unit: UnitProfile) -> tuple:
+    tensors = tuple((tensor.shape, tensor.dtype, tensor.trainable) for tensor in unit.tensors)
+    return tensors, unit.kept_bytes_per_token, unit.flop_per_token
+
+
+def _random_like(tensor: torch.Tensor, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        # Positions and masks: indices that every table has, and "look at everything".
+        if tensor.dtype == torch.bool:
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+        length = tensor.shape[-1] if tensor.ndim else 1
+        return torch.arange(length, dtype=tensor.dtype, device=device).expand(tensor.shape).contiguous()
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).normal_(generator=generator)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _tensors(output: object) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, found.append, output)
+    return found
+
+
+def _mark(device: torch.device) -> object:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(before: object, after: object) -> float:
+    return after - before if isinstance(before, float) else before.elapsed_time(after) / 1e3
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
