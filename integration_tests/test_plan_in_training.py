@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from types import SimpleNamespace
 
@@ -14,6 +15,10 @@ from integration_tests.loops import make_trainer
 from lazytrain_plugin.integration import planning
 from lazytrain_plugin.integration.plan_watch import MeasuredStep
 from lazytrain_plugin.integration.planning import Planner
+from lazytrain_plugin.plan.explain_measured import planned_events
+from lazytrain_plugin.plan.measured import MeasuredTrace
+from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.plan.timeline import timeline_page, with_measured
 from tests.plan import builders
 
 WORK = Work(model="llama", implementation="native", accumulation=2, max_norm=0.5)
@@ -128,3 +133,31 @@ def test_adaptation_can_be_switched_off(monkeypatch):
     compute_s = planner.predicted(plan).compute_s
     planner.observe(MeasuredStep(step_s=1.0, compute_s=3 * compute_s, update_parameters_per_s=1.0))
     assert planner._search is None
+
+
+def test_traced_steps_are_written_beside_the_plan_and_change_no_bit(device, tmp_path):
+    expected = run(tmp_path / "plain", device, block={"plan": {"adapt": False}})
+    path = tmp_path / "trace.json"
+    block = {"plan": {"adapt": False}, "trace": {"path": str(path), "first_step": 4, "num_steps": 2}}
+    got = run(tmp_path / "traced", device, block=block)
+    assert_bit_equal(got.weights, expected.weights)
+    trace = MeasuredTrace.load(path)
+    assert [step.step for step in trace.steps] == [4, 5]
+    plan = PlacementPlan.from_json(json.dumps(trace.plan))
+    step = trace.typical
+    planned, measured = planned_events(trace.planned), step.events
+    for unit in plan.units:
+        for phase in ("forward", "backward"):
+            name = f"{phase} {unit.name}"
+            counts = [sum(event.name == name for event in events) for events in (planned, measured)]
+            assert counts == [2, 2], name  # two micro-batches, as planned
+    computing = [event for event in measured if event.resource == "compute"]
+    assert sum(event.end_s - event.start_s for event in computing) < step.step_s
+    assert "forward" in timeline_page(with_measured(trace.planned, step))
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(device, tmp_path, caplog):
+    block = {"trace": {"path": str(tmp_path / "no" / "trace.json"), "first_step": 1, "num_steps": 1}}
+    found = run(tmp_path / "traced", device, block=block)
+    assert len(found.losses) == 8
+    assert "can't be written" in caplog.text
