@@ -6,6 +6,7 @@ import time
 import pytest
 
 from lazytrain_plugin.profile import measure
+from lazytrain_plugin.profile.capacity import HostCapacity
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.measure import measure_hardware
 
@@ -24,8 +25,18 @@ def test_cpu_rates_are_measured_once_and_cached(tmp_path, monkeypatch):
     second = measure_hardware("cpu", cache_dir=tmp_path)
     assert second.matmul_flop_per_s == first.matmul_flop_per_s
 
-    half = measure_hardware("cpu", cache_dir=tmp_path, local_world_size=1)
-    assert half.cpu_bytes == first.cpu_bytes
+
+def test_s07_ranks_of_a_host_plan_with_their_share_of_its_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "_measure_rates", lambda *_: RATES)
+    monkeypatch.setattr(
+        measure, "host_capacity", lambda: HostCapacity(total_bytes=100, free_bytes=80, pin_limit_bytes=7)
+    )
+    monkeypatch.setattr(measure, "usable_threads", lambda: 8)
+    shares = [measure_hardware("cpu", cache_dir=tmp_path, local_world_size=ranks) for ranks in (1, 2)]
+    assert [(share.cpu_bytes, share.cpu_free_bytes, share.cpu_threads) for share in shares] == [
+        (100, 80, 8),
+        (50, 40, 4),
+    ]
 
 
 def test_kernel_rates_are_used_when_given(tmp_path):

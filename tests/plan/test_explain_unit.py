@@ -1,0 +1,76 @@
+"""What another choice for one unit would change, against plans that make that choice."""
+
+from dataclasses import replace
+
+import pytest
+
+from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.explain import find_unit
+from lazytrain_plugin.plan.explain_unit import alternatives
+from lazytrain_plugin.plan.greedy import fits, leanest_plan
+from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.request import Capabilities, PlanRequest
+from lazytrain_plugin.plan.simulate import simulate
+from lazytrain_plugin.vocab import Activations, Tier, Updater
+from tests.plan import builders
+
+MODEL = builders.model(6)
+
+
+def lean(**changes):
+    request = PlanRequest(max_tokens=4096, **changes)
+    problem = build_problem(MODEL, builders.hardware(), request)
+    return problem, leanest_plan(problem)
+
+
+def test_an_alternative_is_the_plan_with_that_choice():
+    problem, plan = lean()
+    found = {other.text: other for other in alternatives(problem, plan, "layers.2")}
+    assert set(found) == {
+        "weights and states on the GPU",
+        "weights on the GPU, states on the host",
+        "save keep",
+        "input waits in host memory",
+    }
+    changes = {
+        "weights and states on the GPU": {"weights": Tier.GPU, "states": Tier.GPU, "updater": Updater.GPU},
+        "save keep": {"activations": Activations.KEEP},
+        "input waits in host memory": {"boundary": Tier.CPU},
+    }
+    for text, fields in changes.items():
+        units = list(plan.units)
+        units[2] = replace(units[2], **fields)
+        changed = replace(plan, units=tuple(units))
+        assert found[text].step_s == simulate(problem, changed).step_s
+        difference = account(problem, changed).total_bytes()["gpu"] - account(problem, plan).total_bytes()["gpu"]
+        assert found[text].change_bytes["gpu"] == difference
+        assert found[text].fits == fits(problem, changed)
+    steps = [other.step_s for other in alternatives(problem, plan, "layers.2")]
+    assert steps == sorted(steps)
+
+
+def test_what_does_not_fit_says_so():
+    problem, plan = lean()
+    need = account(problem, plan).need_bytes()["gpu"]
+    tight = replace(problem, gpu_budget_bytes=need)
+    assert not any(o.fits for o in alternatives(tight, plan, "layers.2") if o.change_bytes["gpu"] > 0)
+    assert any(o.change_bytes["gpu"] > 0 for o in alternatives(tight, plan, "layers.2"))
+
+
+def test_stem_units_and_every_family():
+    problem, plan = lean(capabilities=Capabilities.everything())
+    stem = [other.text for other in alternatives(problem, plan, "stem.embed")]
+    assert sorted(stem) == ["weights and states on the GPU", "weights on the GPU, states pass it for their update"]
+    layer = [other.text for other in alternatives(problem, plan, "layers.0")]
+    assert "on the host, states pass the GPU for their update" in layer and "save keep in host memory" in layer
+
+
+def test_a_small_tensor_of_the_stem_is_found_by_the_model_alone():
+    _, plan = lean()
+    unit, tensor = find_unit(plan, "embed", MODEL)
+    assert (unit.name, tensor.shape) == ("stem.embed", (4096, builders.MATRIX))
+    assert find_unit(plan, "layers.3.w1", MODEL)[1].name == "layers.3.w1"
+    assert find_unit(plan, "layers.3.w1") == (plan.unit("layers.3"), None)
+    with pytest.raises(PlanMismatchError, match="no unit"):
+        find_unit(plan, "norm", MODEL)
