@@ -5,7 +5,7 @@
     python benchmarks/step.py --shape 3b --bs 32 --through-trainer
     python benchmarks/step.py --shape tiny --bs 2 --seq 64 --device cpu      # try it out without a GPU
 
-The placement comes from the planner (within `--gpu-gib`), from a file (`--plan`), or from two counts:
+The placement comes from the planner (within `--gpu-gib`), from a file (`--plan`), or from counts:
 `--resident-units N` puts weights and states of the first N units on the GPU (their update runs there, so the worker
 gets ahead), `--keep-units N` keeps the activations of the last N (they live the shortest).
 
@@ -52,10 +52,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plan", type=Path, help="follow this plan file")
     parser.add_argument("--resident-units", type=int, help="plan by hand: units with weights and states on the GPU")
     parser.add_argument("--keep-units", type=int, help="plan by hand: units that keep their activations")
+    parser.add_argument(
+        "--streamed-update-units",
+        type=int,
+        help="plan by hand: units off the GPU that the GPU updates, their states passing through it, spread evenly",
+    )
+    parser.add_argument(
+        "--activations",
+        choices=("attention", "matmuls", "keep"),
+        default="keep",
+        help="plan by hand: what --keep-units units save",
+    )
+    parser.add_argument("--activations-cpu", type=int, help="plan by hand: of them, units that save in host memory")
     parser.add_argument("--boundary", choices=("gpu", "cpu"), default="gpu", help="plan by hand: where inputs rest")
     parser.add_argument("--weight-slots", type=int, default=3, help="plan by hand: staging buffers for weights")
     parser.add_argument("--gradient-slots", type=int, default=2, help="plan by hand: staging buffers for gradients")
-    parser.add_argument("--stem-states", choices=("cpu", "gpu"), default="cpu", help="plan by hand: where they rest")
+    parser.add_argument("--state-slots", type=int, default=2, help="plan by hand: staging buffers for states")
+    parser.add_argument("--activation-slots", type=int, default=2, help="plan by hand: staging buffers for activations")
+    parser.add_argument(
+        "--stem-states",
+        choices=("cpu", "gpu", "streamed"),
+        default="cpu",
+        help="plan by hand: where they rest; streamed: in host memory, updated by the GPU",
+    )
     parser.add_argument("--save-plan", type=Path, help="write the plan that was followed here")
     parser.add_argument("--threads", type=int, help="CPU threads of the update")
     parser.add_argument("--no-fused", action="store_true", help="eager kernels and whole logits")
@@ -108,7 +127,7 @@ def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict
     }
     if arguments.plan is not None:
         block["plan"] = {"path": str(arguments.plan)}
-    elif arguments.resident_units is not None or arguments.keep_units is not None:
+    elif any(n is not None for n in (arguments.resident_units, arguments.keep_units, arguments.streamed_update_units)):
         block["plan"] = {"path": str(folder / "plan.json")}
         plan_by_hand(arguments, model).save(folder / "plan.json")
     config = {
@@ -132,36 +151,51 @@ def plan_by_hand(arguments: argparse.Namespace, model):
     from lazytrain_plugin.vocab import Activations, Tier, Updater
 
     found = discover(model)
+    num_units = len(found.units)
     resident, keep = arguments.resident_units or 0, arguments.keep_units or 0
-    sides = {"cpu": (Tier.CPU, Updater.CPU), "gpu": (Tier.GPU, Updater.GPU)}
+    off_gpu = range(resident, num_units)
+    streamed = min(arguments.streamed_update_units or 0, len(off_gpu))
+    # In every prefix of them the share is the same: worker and link get ahead together.
+    streams = {p for i, p in enumerate(off_gpu) if (i + 1) * streamed // len(off_gpu) > i * streamed // len(off_gpu)}
+    kinds = {
+        "cpu": (Tier.CPU, Updater.CPU),
+        "gpu": (Tier.GPU, Updater.GPU),
+        "streamed": (Tier.CPU, Updater.GPU),
+    }
 
-    def unit(name, weights: Tier, states: str, activations=Activations.RECOMPUTE) -> UnitPlan:
-        tier, updater = sides[states]
+    def unit(name, weights: Tier, kind: str, activations=Activations.RECOMPUTE, saved=Tier.GPU) -> UnitPlan:
+        states, updater = kinds[kind]
         return UnitPlan(
             name=name,
             weights=weights,
-            states=tier,
+            states=states,
             updater=updater,
             state_bits=arguments.state_bits,
             activations=activations,
             boundary=Tier(arguments.boundary),
+            saved=saved,
             reason="by hand",
         )
 
     units = []
-    for position, streamed in enumerate(found.units):
+    for position, layer in enumerate(found.units):
         on_gpu = position < resident
-        kept = position >= len(found.units) - keep
-        activations = Activations.KEEP if kept else Activations.RECOMPUTE
+        kind = "gpu" if on_gpu else "streamed" if position in streams else "cpu"
+        first_kept = num_units - keep
+        activations = Activations(arguments.activations) if position >= first_kept else Activations.RECOMPUTE
+        # The first ones wait the longest for their backward.
+        leaves = first_kept <= position < first_kept + (arguments.activations_cpu or 0)
         weights = Tier.GPU if on_gpu else Tier.CPU
-        units.append(unit(streamed.name, weights, "gpu" if on_gpu else "cpu", activations))
-    stem_home = Tier.GPU if arguments.device == "cuda" else Tier.CPU
-    stem_states = arguments.stem_states if arguments.device == "cuda" else "cpu"
+        units.append(unit(layer.name, weights, kind, activations, Tier.CPU if leaves else Tier.GPU))
+    is_cuda = arguments.device == "cuda"
+    stem_kind = arguments.stem_states if is_cuda or arguments.stem_states == "streamed" else "cpu"
     return PlacementPlan(
         units=tuple(units),
-        stem=tuple(unit(part.name, stem_home, stem_states) for part in found.stem),
+        stem=tuple(unit(part.name, Tier.GPU if is_cuda else Tier.CPU, stem_kind) for part in found.stem),
         weight_slots=arguments.weight_slots,
         gradient_slots=arguments.gradient_slots,
+        state_slots=arguments.state_slots,
+        activation_slots=arguments.activation_slots,
     )
 
 
@@ -336,8 +370,12 @@ def report(arguments: argparse.Namespace, engine, clock: Clock, losses: list[flo
         "fused": not arguments.no_fused and clock.is_cuda,
         "resident_units": sum(unit.weights == Tier.GPU for unit in plan.units),
         "keep_units": sum(unit.activations == Activations.KEEP for unit in plan.units),
+        "saving_units": sum(unit.activations != Activations.RECOMPUTE for unit in plan.units),
+        "saving_units_cpu": sum(unit.saved != Tier.GPU for unit in plan.units),
+        "streamed_update_units": sum(unit.streams_states for unit in plan.units),
+        "streamed_update_stem": sum(unit.streams_states for unit in plan.stem),
         "units": len(plan.units),
-        "slots": [plan.weight_slots, plan.gradient_slots],
+        "slots": [plan.weight_slots, plan.gradient_slots, plan.state_slots, plan.activation_slots],
         "s_per_step": round(s_per_step, 4),
         "s_per_step_sustained": round((clock.ended_s - clock.started_s) / clock.timed_steps, 4),
         "tflops": round(6 * num_parameters * num_tokens / s_per_step / 1e12, 1),

@@ -48,7 +48,7 @@ class Case:
 
 FACTORS: dict[str, tuple] = {
     "model": tuple(MODELS),
-    "homes": ("cpu", "gpu", "mixed"),
+    "homes": ("cpu", "gpu", "mixed", "streamed states"),
     "trained": ("full", "half frozen", "lora"),
     "activations": ("recompute", "attention", "matmuls", "keep"),
     "resting": ("gpu", "cpu"),
@@ -59,9 +59,19 @@ FACTORS: dict[str, tuple] = {
 }
 
 
+IMPOSSIBLE = [{"homes": "streamed states", "implementation": "torch"}]
+"""What is refused, and tested elsewhere."""
+
+
 def all_cases() -> list[Case]:
     """The full product."""
-    return [_case(row) for row in itertools.product(*FACTORS.values())]
+    return [_case(row) for row in itertools.product(*FACTORS.values()) if _possible(dict(enumerate(row)))]
+
+
+def _possible(chosen: dict[int, object]) -> bool:
+    """Whether values, by the index of their factor, may go together."""
+    values = {name: chosen[index] for index, name in enumerate(FACTORS) if index in chosen}
+    return not any(refused.items() <= values.items() for refused in IMPOSSIBLE)
 
 
 def pairwise_cases() -> list[Case]:
@@ -72,6 +82,7 @@ def pairwise_cases() -> list[Case]:
         for i, j in itertools.combinations(range(len(factors)), 2)
         for a in factors[i]
         for b in factors[j]
+        if _possible({i: a, j: b})
     }
     rows = []
     while open_pairs:
@@ -88,7 +99,8 @@ def _row_through(seed: tuple, factors: list[tuple], open_pairs: set) -> tuple:
     chosen: dict[int, object] = dict(seed)
     for index, values in enumerate(factors):
         if index not in chosen:
-            chosen[index] = max(values, key=lambda value: _gain(index, value, chosen, open_pairs))
+            possible = [value for value in values if _possible({**chosen, index: value})]
+            chosen[index] = max(possible, key=lambda value: _gain(index, value, chosen, open_pairs))
     return tuple(chosen[index] for index in range(len(factors)))
 
 

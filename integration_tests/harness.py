@@ -219,13 +219,18 @@ def deepspeed_config(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32) -> PlacementPlan:
-    """A plan by hand. Homes: "cpu" streams everything, "gpu" nothing, "mixed" has one unit of each kind."""
+    """A plan by hand. Homes: "cpu" streams everything, "gpu" nothing, "mixed" has units of each kind; with "streamed
+    states" the GPU updates units whose states rest in host memory, two of three, and the stem."""
     kinds = {
         "cpu": (Tier.CPU, Tier.CPU),
         "weights": (Tier.GPU, Tier.CPU),
         "gpu": (Tier.GPU, Tier.GPU),
+        "streamed": (Tier.CPU, Tier.CPU),
+        "streamed from gpu": (Tier.GPU, Tier.CPU),
     }
-    cycle = ("gpu", "cpu", "weights") if placement.homes == "mixed" else (placement.homes,)
+    cycles = {"mixed": ("gpu", "cpu", "weights"), "streamed states": ("streamed", "cpu", "streamed from gpu")}
+    cycle = cycles.get(placement.homes, (placement.homes,))
+    stem = {"gpu": "gpu", "streamed states": "streamed from gpu"}.get(placement.homes, "weights")
     found = discover(model)
 
     def unit(name: str, kind: str) -> UnitPlan:
@@ -234,7 +239,7 @@ def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32) -> P
             name=name,
             weights=weights,
             states=states,
-            updater=Updater(states.value),
+            updater=Updater.GPU if kind.startswith("streamed") else Updater(states.value),
             state_bits=state_bits,
             activations=Activations(placement.activations),
             boundary=Tier(placement.resting),
@@ -243,7 +248,7 @@ def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32) -> P
 
     return PlacementPlan(
         units=tuple(unit(part.name, cycle[i % len(cycle)]) for i, part in enumerate(found.units)),
-        stem=tuple(unit(part.name, "gpu" if placement.homes == "gpu" else "weights") for part in found.stem),
+        stem=tuple(unit(part.name, stem) for part in found.stem),
         weight_slots=2,
     )
 

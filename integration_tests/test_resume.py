@@ -18,6 +18,7 @@ from lazytrain_plugin.runtime.streamed_file import StreamedSave
 STREAMED = Placement(homes="cpu", activations="recompute")
 RESIDENT = Placement(homes="gpu", activations="keep")
 MIXED = Placement(homes="mixed", activations="keep")
+STREAMED_STATES = Placement(homes="streamed states", activations="recompute")
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 
 
@@ -41,8 +42,9 @@ def _resumed(work: Work, folder: Path, device: str, placement: Placement, **opti
         (Work(model="qwen2_tied", dtype="bf16", implementation="native", max_norm=0.05), RESIDENT),
         (Work(model="llama", trained="half frozen", implementation="native", accumulation=2), MIXED),
         (Work(model="gpt2", dtype="bf16", implementation="torch"), RESIDENT),
+        (Work(model="llama", dtype="bf16", implementation="native", accumulation=2), STREAMED_STATES),
     ],
-    ids=["qwen2 to gpu", "llama to mixed", "torch optimizer"],
+    ids=["qwen2 to gpu", "llama to mixed", "torch optimizer", "llama to streamed states"],
 )
 def test_resume_under_another_plan_is_bit_equal(work, placement, state_bits, device, tmp_path):
     """S-39, S-42; S-40: with warm-up and decay, the learning rates after the resume are those of the straight run."""

@@ -20,7 +20,7 @@ from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, adamw_8bit, adamw
 from lazytrain_plugin.plan.background import BackgroundSolve
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import build_problem
-from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES, PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes, simulate
 from lazytrain_plugin.plan.timeline import build_timeline
@@ -58,12 +58,17 @@ class Planner:
         state_bits: int,
         accumulation_steps: int,
         micro_batch_size: int,
+        native: bool = True,
     ) -> None:
         self._config = config
         self._discovery = discovery
         self._device = device
         self._state_bits = state_bits
         self._accumulation_steps = accumulation_steps
+        # The client's own optimizer keeps its states where it updates.
+        self._capabilities = replace(
+            RUNTIME_CAPABILITIES, streamed_states=RUNTIME_CAPABILITIES.streamed_states and native
+        )
         self._planned_tokens: int | None = None
         self._request: PlanRequest | None = None
         self._search: BackgroundSolve | None = None
@@ -133,6 +138,7 @@ class Planner:
             fidelity=Fidelity(config.fidelity),
             state_bits=self._state_bits,
             accumulation_steps=self._accumulation_steps,
+            capabilities=self._capabilities,
         )
         rates = self._cache.load_rates(self._model_profile, self._measured_hardware, num_tokens)
         self._hardware = replace(self._measured_hardware, **rates)

@@ -31,9 +31,10 @@ from lazytrain_plugin.kernels.adamw import AdamWStep, Batch
 from lazytrain_plugin.plan.problem import STEM_STAGING_BYTES
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import Resource
+from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.slots import WeightSlot, WeightSlots
-from lazytrain_plugin.runtime.state_slots import BLOCK, Chunk, StateSlot, bytes_per_block, cut
+from lazytrain_plugin.runtime.state_slots import BLOCK, Chunk, Staged, StateSlot, bytes_per_block, cut
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Arrival, Unit
 from lazytrain_plugin.runtime.update import NativeAdamW, StepScalars, update_span
@@ -182,22 +183,8 @@ class StreamedUpdates:
         with streams.on(slot.stream):
             for event in (self._updated, update.stepped, weights.ready if weights is not None else None):
                 streams.wait(slot.stream, event)
-            batch = Batch()
-            for span in chunk.spans:
-                tensor = span.tensor
-                weight = tensor.weight_view(weights.flat) if weights is not None else home.weight(tensor)
-                update_span(
-                    tensor,
-                    weight[span.start : span.start + span.numel],
-                    staged.remainder(span),
-                    staged.gradient(span),
-                    (staged.moment("exp_avg", span), staged.moment("exp_avg_sq", span)),
-                    update.steps[tensor],
-                    start=span.start,
-                    batch=batch,
-                )
             with streams.span(f"update {unit.name}", Resource.COMPUTE, stream=slot.stream):
-                batch.run()
+                self._update(home, update, chunk, staged, weights)
         self._updated = streams.record(slot.stream)
         with streams.on(slot.stream):
             streams.wait(slot.stream, self._returned)
@@ -212,6 +199,26 @@ class StreamedUpdates:
             weights.ready, weights.left = self._updated, self._returned
         else:
             unit.publish_event = self._updated
+
+    @staticmethod
+    def _update(
+        home: UnitHome, update: StreamedUpdate, chunk: Chunk, staged: Staged, weights: WeightSlot | None
+    ) -> None:
+        batch = Batch()
+        for span in chunk.spans:
+            tensor = span.tensor
+            weight = tensor.weight_view(weights.flat) if weights is not None else home.weight(tensor)
+            update_span(
+                tensor,
+                weight[span.start : span.start + span.numel],
+                staged.remainder(span),
+                staged.gradient(span),
+                (staged.moment("exp_avg", span), staged.moment("exp_avg_sq", span)),
+                update.steps[tensor],
+                start=span.start,
+                batch=batch,
+            )
+        batch.run()
 
     def finish(self, unit: Unit) -> None:
         """Until the unit's weights at rest are new: for the host where they rest there, else see `publish_event`."""
