@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from lazytrain_plugin.integration.plan_watch import MeasuredStep
 from lazytrain_plugin.integration.planning import Planner
 from lazytrain_plugin.plan.explain_measured import planned_events
 from lazytrain_plugin.plan.measured import MeasuredTrace
+from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.timeline import timeline_page, with_measured
 from tests.plan import builders
@@ -80,17 +82,26 @@ def test_a_second_run_finds_its_plan_and_both_say_what_they_measure(device, tmp_
     assert "plan for 24 tokens: " in caplog.text
 
 
-def made(monkeypatch, *, adapt=True):
+def made(monkeypatch, *, adapt=True, native=True):
     """A planner of a described machine, with a plan, and no model at all."""
     planner = object.__new__(Planner)
     hardware = builders.hardware(matmul_flop_per_s=1e11)
     planner.__dict__.update(
         _model_profile=builders.model(4), _measured_hardware=hardware, _hardware=hardware, _state_bits=32,
         _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, _request=None,
+        _native=native,
         _config=SimpleNamespace(gpu_memory_gib=1.1, cpu_memory_gib=None, fidelity="exact"),
         _cache=planning.PlanCache(),
     )  # fmt: skip
     return planner, planner._plan(512)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_states_are_streamed_for_the_native_kernels_only(monkeypatch, native):
+    monkeypatch.setattr(planning, "RUNTIME_CAPABILITIES", replace(RUNTIME_CAPABILITIES, streamed_states=True))
+    planner, plan = made(monkeypatch, native=native)
+    assert planner._request.capabilities.streamed_states == native
+    assert native or not any(unit.streams_states for unit in (*plan.units, *plan.stem))
 
 
 def finished(planner):

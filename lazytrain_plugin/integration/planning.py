@@ -65,10 +65,7 @@ class Planner:
         self._device = device
         self._state_bits = state_bits
         self._accumulation_steps = accumulation_steps
-        # The client's own optimizer keeps its states where it updates.
-        self._capabilities = replace(
-            RUNTIME_CAPABILITIES, streamed_states=RUNTIME_CAPABILITIES.streamed_states and native
-        )
+        self._native = native
         self._planned_tokens: int | None = None
         self._request: PlanRequest | None = None
         self._search: BackgroundSolve | None = None
@@ -131,6 +128,8 @@ class Planner:
         config = self._config
         self._planned_tokens = num_tokens
         self.close()  # a search for smaller batches is of no use
+        # The client's own optimizer keeps its states where it updates.
+        streams = RUNTIME_CAPABILITIES.streamed_states and self._native
         self._request = request = PlanRequest(
             max_tokens=num_tokens,
             gpu_budget_bytes=_bytes(config.gpu_memory_gib),
@@ -138,7 +137,7 @@ class Planner:
             fidelity=Fidelity(config.fidelity),
             state_bits=self._state_bits,
             accumulation_steps=self._accumulation_steps,
-            capabilities=self._capabilities,
+            capabilities=replace(RUNTIME_CAPABILITIES, streamed_states=streams),
         )
         rates = self._cache.load_rates(self._model_profile, self._measured_hardware, num_tokens)
         self._hardware = replace(self._measured_hardware, **rates)
