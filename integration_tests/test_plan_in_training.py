@@ -14,7 +14,7 @@ from integration_tests.cases import Placement, Work
 from integration_tests.harness import InOrderTrainer, assert_bit_equal, fresh_accelerate_state, make_plan
 from integration_tests.loops import make_trainer
 from lazytrain_plugin.integration import planning
-from lazytrain_plugin.integration.plan_watch import MeasuredStep
+from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.planning import Planner
 from lazytrain_plugin.plan.explain_measured import planned_events
 from lazytrain_plugin.plan.measured import MeasuredTrace
@@ -113,7 +113,7 @@ def finished(planner):
 def test_rates_as_planned_start_no_search(monkeypatch):
     planner, plan = made(monkeypatch)
     predicted = planner.predicted(plan)
-    planner.observe(MeasuredStep(step_s=1.0, compute_s=predicted.compute_s * 1.05, update_parameters_per_s=None))
+    planner.observe(ObservedStep(step_s=1.0, compute_s=predicted.compute_s * 1.05, update_parameters_per_s=None))
     assert planner._search is None and planner.better_plan() is None
 
 
@@ -122,7 +122,7 @@ def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
     planner, plan = made(monkeypatch)
     before = planner.predicted(plan)
     rate = planner._hardware.cpu_update_parameters_per_s(32) / 50
-    planner.observe(MeasuredStep(step_s=1.0, compute_s=before.compute_s, update_parameters_per_s=rate))
+    planner.observe(ObservedStep(step_s=1.0, compute_s=before.compute_s, update_parameters_per_s=rate))
     assert "planning again in the background" in caplog.text
     better = finished(planner)
     on_cpu = lambda p: sum(unit.updater == "cpu" for unit in (*p.units, *p.stem))  # noqa: E731
@@ -133,7 +133,7 @@ def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
     again, _ = made(monkeypatch)
     assert again._hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
     planner.close()
-    again.observe(MeasuredStep(step_s=1.0, compute_s=before.compute_s, update_parameters_per_s=None))
+    again.observe(ObservedStep(step_s=1.0, compute_s=before.compute_s, update_parameters_per_s=None))
     third, _ = made(monkeypatch)
     assert third._hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
     again.close()
@@ -142,7 +142,7 @@ def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
 def test_adaptation_can_be_switched_off(monkeypatch):
     planner, plan = made(monkeypatch, adapt=False)
     compute_s = planner.predicted(plan).compute_s
-    planner.observe(MeasuredStep(step_s=1.0, compute_s=3 * compute_s, update_parameters_per_s=1.0))
+    planner.observe(ObservedStep(step_s=1.0, compute_s=3 * compute_s, update_parameters_per_s=1.0))
     assert planner._search is None
 
 

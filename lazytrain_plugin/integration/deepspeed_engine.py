@@ -111,7 +111,6 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             dtypes=self._home_dtypes,
             state_bits=optimizer_state_bits(optimizer, config),
             accumulation_steps=self.gradient_accumulation_steps(),
-            micro_batch_size=self.train_micro_batch_size_per_gpu(),
             native=updater is None or updater.native,
         )
         executor = Executor(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import SCHEMA_VERSION, PlacementPlan
 from lazytrain_plugin.profile._json import digest_of
+from lazytrain_plugin.profile.cache import default_cache_dir, write_atomically
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
 from lazytrain_plugin.units import GIB
@@ -34,7 +34,7 @@ class PlanCache:
     """
 
     def __init__(self, folder: Path | None = None, *, enabled: bool = True) -> None:
-        self._folder = folder or Path.home() / ".cache" / "lazytrain"
+        self._folder = folder or default_cache_dir()
         self._enabled = enabled
 
     def load_plan(self, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> PlacementPlan | None:
@@ -97,10 +97,7 @@ class PlanCache:
     def _write(self, path: Path, text: str) -> None:
         if not self._enabled:
             return
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
-            temporary.replace(path)
+            write_atomically(path, text)
         except OSError as error:
             logger.warning("%s can't be kept in %s (%s): it is found again next time", path.stem, path.parent, error)

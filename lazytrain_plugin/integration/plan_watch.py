@@ -35,7 +35,7 @@ CUDA_CONTEXT_BYTES = 600 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredStep:
+class ObservedStep:
     """What a steady step of the running plan takes."""
 
     step_s: float
@@ -61,7 +61,7 @@ class PlanWatch:
         self._steps_seen = 0
         self._clean = True
         self._durations_s: list[float] = []
-        self._measured: MeasuredStep | None = None
+        self._measured: ObservedStep | None = None
 
     def plan_changed(self, plan: PlacementPlan, predicted: StepTimes | None) -> None:
         """A plan was put in place; `predicted`: its replay, None where there is none (a plan by hand)."""
@@ -75,7 +75,7 @@ class PlanWatch:
         """Something that is no training step takes time now."""
         self._clean = False
 
-    def step_ended(self) -> MeasuredStep | None:
+    def step_ended(self) -> ObservedStep | None:
         """Called when an optimizer step has been launched. Returns a measurement, once per plan, when it is known."""
         if self._plan is None or self._measured is not None:
             return None
@@ -109,16 +109,16 @@ class PlanWatch:
     def _passed(mark) -> bool:
         return isinstance(mark, float) or mark.query()
 
-    def _measure(self) -> MeasuredStep:
+    def _measure(self) -> ObservedStep:
         step_s = min(self._durations_s)
         waits = self._executor.streams.trace.steps[-MEASURED_STEPS:]
         waited_s = statistics.fmean(sum(step.values()) for step in waits) if waits else 0.0
         (_, _, busy_before, updated_before), (_, _, busy_after, updated_after) = self._marks[0], self._marks[-1]
         busy_s, updated = busy_after - busy_before, updated_after - updated_before
         rate = updated / busy_s if updated and busy_s > 0 and self._accumulation_steps == 1 else None
-        return MeasuredStep(step_s=step_s, compute_s=max(step_s - waited_s, 0.0), update_parameters_per_s=rate)
+        return ObservedStep(step_s=step_s, compute_s=max(step_s - waited_s, 0.0), update_parameters_per_s=rate)
 
-    def _report(self, measured: MeasuredStep) -> None:
+    def _report(self, measured: ObservedStep) -> None:
         planned_bytes = self._plan.predicted_bytes
         lines, off = [], []
         if self._predicted is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,17 +14,17 @@ from torch import nn
 from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import LazyTrainError, PlanMismatchError
 from lazytrain_plugin.integration.plan_cache import PlanCache
-from lazytrain_plugin.integration.plan_watch import MeasuredStep
+from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, adamw_8bit, adamw_fp32
 from lazytrain_plugin.plan.background import BackgroundSolve
 from lazytrain_plugin.plan.planner import make_plan
-from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES, PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes, simulate
 from lazytrain_plugin.plan.timeline import build_timeline
 from lazytrain_plugin.profile.extract import extract_model_profile
-from lazytrain_plugin.profile.measure import measure_hardware
+from lazytrain_plugin.profile.measure import best_wall_s, measure_hardware
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.nvme.io import SLOW_AFTER_S
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
@@ -57,7 +56,6 @@ class Planner:
         dtypes: dict[nn.Parameter, torch.dtype],
         state_bits: int,
         accumulation_steps: int,
-        micro_batch_size: int,
         native: bool = True,
     ) -> None:
         self._config = config
@@ -171,17 +169,20 @@ class Planner:
         """The replay of a plan that this planner made; None for one that the user fixed."""
         if self._request is None:
             return None
-        return simulate(build_problem(self._model_profile, self._hardware, self._request), plan)
+        return simulate(self._problem(), plan)
+
+    def _problem(self) -> PlacementProblem:
+        """What the current request asks, with the rates known now."""
+        return build_problem(self._model_profile, self._hardware, self._request)
 
     def timeline(self) -> dict[str, Any] | None:
         """The current plan's step as a picture's data; None for a plan that the user fixed."""
         if self._request is None or self._current is None:
             return None
-        problem = build_problem(self._model_profile, self._hardware, self._request)
         title = f"{self._model_profile.name}, {self._request.max_tokens} tokens on {self._hardware.name}"
-        return build_timeline(problem, self._current, title=title)
+        return build_timeline(self._problem(), self._current, title=title)
 
-    def observe(self, measured: MeasuredStep) -> None:
+    def observe(self, measured: ObservedStep) -> None:
         """Takes over the rates of real steps; a search for a better plan starts where they are far from planned."""
         predicted = self.predicted(self._current) if self._current is not None else None
         if predicted is None or measured.compute_s <= 0:
@@ -256,13 +257,7 @@ def measure_update_rate(state_bits: int) -> float:
     else:
         moments = [zeros(torch.float32) for _ in range(2)]
         update = lambda: adamw_fp32(weight, remainder, gradient, *moments, scalars)  # noqa: E731
-    update()
-    times_s = []
-    for _ in range(UPDATE_SAMPLES):
-        start_s = time.perf_counter()
-        update()
-        times_s.append(time.perf_counter() - start_s)
-    return numel / min(times_s)
+    return numel / best_wall_s(update, repeats=UPDATE_SAMPLES)
 
 
 def nvme_tier(config: LazyTrainConfig) -> NvmeTier | None:

@@ -131,7 +131,7 @@ class _Step:
 
     def updates(self, step_s: float) -> None:
         """`step()` at `step_s`: the clip factor is known. Units are updated in the order the forward needs them."""
-        on_cpu: list[tuple[UnitCost, UnitPlan]] = []
+        updated_on_cpu: set[str] = set()
         for cost, unit in (*self.first, *self.units, *self.last):
             if not cost.num_trainable:
                 self.weight_s[cost.name] = 0.0
@@ -146,8 +146,7 @@ class _Step:
                     f"update {cost.name}", Resource.COMPUTE, cost.gpu_update_s, step_s
                 )
             else:
-                on_cpu.append((cost, unit))
-        updated_on_cpu = {cost.name for cost, _ in on_cpu}
+                updated_on_cpu.add(cost.name)
         for cost, unit in (*self.first, *self.units, *self.last):
             delay_s = self.problem.update_delay_s(offloaded_bytes(cost, unit)) if updated_on_cpu else 0.0
             if cost.name in updated_on_cpu:

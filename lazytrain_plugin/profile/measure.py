@@ -14,6 +14,7 @@ import torch
 
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.profile._json import digest_of
+from lazytrain_plugin.profile.cache import default_cache_dir, write_atomically
 from lazytrain_plugin.profile.capacity import host_capacity, usable_threads
 from lazytrain_plugin.profile.hardware import HardwareProfile
 
@@ -69,7 +70,7 @@ def measure_hardware(
 
 
 def _cached_rates(device, threads: int, update_rate, cache_dir: Path | None) -> dict[str, float | str]:
-    folder = cache_dir if cache_dir is not None else Path.home() / ".cache" / "lazytrain"
+    folder = cache_dir if cache_dir is not None else default_cache_dir()
     key = digest_of([MEASURE_VERSION, _machine_name(device), threads, torch.__version__, update_rate is not None])
     path = folder / f"rates-{key}.json"
     kept = _read_rates(path, device)
@@ -77,10 +78,7 @@ def _cached_rates(device, threads: int, update_rate, cache_dir: Path | None) -> 
         return kept
     rates = _measure_rates(device, threads, update_rate)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{time.monotonic_ns()}.tmp")
-        temporary.write_text(json.dumps(rates, indent=1))
-        temporary.replace(path)
+        write_atomically(path, json.dumps(rates, indent=1))
     except OSError as error:
         logger.warning("measured rates can't be kept in %s (%s): every run measures again, about 2 s", folder, error)
     return rates
@@ -120,7 +118,7 @@ def _measure_rates(device: torch.device, threads: int, update_rate) -> dict[str,
 def _cpu_compute_rates() -> dict[str, float]:
     side = 768
     left, right = torch.randn(side, side), torch.randn(side, side)
-    seconds = _best_wall_s(lambda: left @ right)
+    seconds = best_wall_s(lambda: left @ right)
     return {
         "matmul_flop_per_s": 2 * side**3 / seconds,
         # Copies between "devices" are copies within host memory; nothing is planned by them.
@@ -200,10 +198,11 @@ def _host_memory_bytes_per_s() -> float:
     # Far beyond any cache, small beside the memory of a machine that trains.
     source = torch.ones(128 * 2**20, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _best_wall_s(lambda: target.copy_(source))
+    return 2 * source.nbytes / best_wall_s(lambda: target.copy_(source))
 
 
-def _best_wall_s(action: Callable[[], object], repeats: int = 4) -> float:
+def best_wall_s(action: Callable[[], object], repeats: int = 4) -> float:
+    """Seconds of the fastest of `repeats` runs, after one that is not timed."""
     action()
     best = float("inf")
     for _ in range(repeats):
