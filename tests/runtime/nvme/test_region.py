@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -265,12 +266,17 @@ def test_the_hash_sees_every_byte_and_the_length():
 def test_an_interrupt_gets_through_while_waiting(disk):
     tier = NvmeTier([disk], delay_s=1.5)
     region = tier.region(4 * KIB, what="thing")
-    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), 2))
-    timer.start()
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
     memory = Memory(4 * KIB, seed=1)
-    with pytest.raises(KeyboardInterrupt):
-        region.write(memory.address, memory.buffer).wait()
-    tier.close()
+    # A shell starts background jobs with the signal ignored, and Python keeps that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            region.write(memory.address, memory.buffer).wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        tier.close()
 
 
 def test_open_files_running_out_is_named(disk):
