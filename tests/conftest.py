@@ -9,14 +9,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-# Several ranks over gloo hung on a loaded machine, for a reason not found yet: they run where they are asked for.
-collect_ignore = (
-    []
-    if os.environ.get("LAZYTRAIN_RANK_TESTS") == "1"
-    else ["comm/test_reducer.py", "comm/test_ddp.py", "integration/test_gradient_comm.py"]
-)
-
-
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 if not torch.cuda.is_available():

@@ -4,6 +4,7 @@ One pair of processes trains every case: importing deepspeed takes longer than t
 """
 
 import os
+import sys
 
 import pytest
 import torch
@@ -83,7 +84,9 @@ def every_case(rank, device):
 
     import lazytrain_plugin.install  # noqa: F401
 
-    deepspeed.comm.torch.build_shm_op = lambda: None  # a minute of compilation, for inference
+    # A minute of compilation, for inference; one that was killed leaves a lock behind. By name: the attribute
+    # `deepspeed.comm.torch` is torch itself.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     out = {}
     for name, config in CASES.items():
         plain = train(rank, config, {"enabled": False}, device)
