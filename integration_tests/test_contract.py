@@ -128,7 +128,6 @@ ENGINE_METHODS_USED = {
     "load_universal_checkpoint": "",
     "optimizer_name": "",
     "optimizer_params": "",
-    "train_micro_batch_size_per_gpu": "",
 }
 ENGINE_ATTRIBUTES_USED = {
     "_config", "config", "device", "engine_timers", "global_rank", "global_steps", "lr_scheduler", "module",
