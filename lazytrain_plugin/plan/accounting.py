@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, STEM_STAGING_BYTES, PlacementProblem, UnitCost
+from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Tier, Updater
@@ -115,10 +115,9 @@ def nvme_written_bytes(problem: PlacementProblem, plan: PlacementPlan) -> int:
 
 
 def state_slot_bytes(problem: PlacementProblem, plan: PlacementPlan) -> int:
-    """Size of a staging buffer on the GPU for streamed states: the largest unit; stem units pass in chunks."""
-    units = [c.streamed_in_bytes for c, unit in zip(problem.units, plan.units) if unit.streams_states]
-    stem = [c.streamed_in_bytes for c, unit in zip(problem.stem, plan.stem) if unit.streams_states]
-    return max([*units, min(STEM_STAGING_BYTES, max(stem, default=0))], default=0)
+    """Size of a staging buffer on the GPU for streamed states: the largest unit's, which pass in chunks."""
+    pairs = (*zip(problem.units, plan.units), *zip(problem.stem, plan.stem))
+    return max((cost.state_slot_bytes for cost, unit in pairs if unit.streams_states), default=0)
 
 
 def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:

@@ -8,7 +8,6 @@ from lazytrain_plugin.plan.accounting import nvme_bytes_allowed_per_step
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import (
     FRAGMENTATION_FRAC,
-    STEM_STAGING_BYTES,
     PlacementProblem,
     UnitCost,
     mib,
@@ -57,7 +56,7 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
     """A slot holds the largest unit that uses it (Eq. 4). Rows: `weight_slot(u)`, `gradient_slot(u)`, ... In MiB.
 
     weight_slot >= weights(u) streamed(u);  gradient_slot >= gradients(u) sends(u)
-    state_slot >= (states + gradients)(u) streams_states(u), a stem unit's in chunks
+    state_slot >= chunk(u) streams_states(u), of all states and fp32 gradients 256 MiB at most
     activation_slot >= what leaves the GPU of u;  nvme_slot >= what u has on NVMe.
     """
     for u, cost in enumerate(problem.units):
@@ -65,7 +64,7 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
         if cost.num_trainable:
             model.addConstr(v.gradient_slot_mib >= mib(cost.gradient_bytes) * v.sends(u), name=name("gradient_slot", u))
         if not _is_zero(v.streams_states(u)):
-            states = mib(cost.streamed_in_bytes) * v.streams_states(u)
+            states = mib(cost.state_slot_bytes) * v.streams_states(u)
             model.addConstr(v.state_slot_mib >= states, name=name("state_slot", u))
         leaving = offloaded_mib(cost, v, u)
         if not _is_zero(leaving):
@@ -74,7 +73,7 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
             model.addConstr(v.nvme_slot_mib >= _nvme_mib(cost, v, u), name=name("nvme_slot", u))
     for s, cost in enumerate(problem.stem):
         if not _is_zero(v.stem_streams[s]):
-            chunk = mib(min(STEM_STAGING_BYTES, cost.streamed_in_bytes)) * v.stem_streams[s]
+            chunk = mib(cost.state_slot_bytes) * v.stem_streams[s]
             model.addConstr(v.state_slot_mib >= chunk, name=name("state_slot", cost.name))
 
 

@@ -26,7 +26,7 @@ FRAGMENTATION_FRAC = 0.19
 """Head-room on memory that comes and goes (activations, workspace, gradients, logits): what the allocator reserves
 beyond what is allocated. Measured: 15 to 19 % at 7B. Flats and states are exact."""
 STEM_STAGING_BYTES = 256 * MIB
-"""A stem unit's states pass the GPU in chunks of at most this."""
+"""A unit's states pass the GPU in chunks of at most this."""
 
 
 # The program is scaled to coefficients around 1..10^4: MiB and milliseconds. Nothing else is.
@@ -81,6 +81,8 @@ class UnitCost:
     gradient_d2h_s: float = 0.0
     cpu_update_s: float = 0.0
     gpu_update_s: float = 0.0
+    state_slot_bytes: int = 0
+    """Staging buffer on the GPU through which the unit's states pass, chunk by chunk."""
     accumulate_s: float = 0.0
     """Host time to add one micro-batch's gradients; 0 without accumulation."""
     strategies: Mapping[Activations, StrategyCost] = field(default_factory=dict)
@@ -273,6 +275,10 @@ def _unit_cost(
         remainder_bytes=unit.remainder_bytes,
         moment_bytes=unit.moment_bytes(state_bits),
         accumulator_bytes=4 * unit.state_numel if accumulates else 0,
+        # A slot has room for an fp32 sum of gradients in any case, as the runtime makes it.
+        state_slot_bytes=min(
+            STEM_STAGING_BYTES, unit.remainder_bytes + unit.moment_bytes(state_bits) + 4 * unit.state_numel
+        ),
         boundary_bytes=unit.boundary_bytes_per_token * tokens,
         kept_bytes=unit.kept_bytes_per_token * tokens,
         workspace_bytes=unit.workspace_bytes_per_token * tokens,

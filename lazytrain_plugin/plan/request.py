@@ -42,7 +42,7 @@ class Capabilities:
         )
 
 
-RUNTIME_CAPABILITIES = Capabilities(offloaded_boundaries=True)
+RUNTIME_CAPABILITIES = Capabilities(streamed_states=True, offloaded_boundaries=True)
 """What the executor of this version carries out."""
 
 

@@ -25,7 +25,7 @@ def lean(**changes):
 
 
 def test_an_alternative_is_the_plan_with_that_choice():
-    problem, plan = lean()
+    problem, plan = lean(capabilities=Capabilities(offloaded_boundaries=True))
     found = {other.text: other for other in alternatives(problem, plan, "layers.2")}
     assert set(found) == {
         "weights and states on the GPU",
