@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -72,16 +72,26 @@ class Hops:
     def position(self, group: dist.ProcessGroup | None) -> int:
         return 0 if group is None else dist.get_rank(group)
 
+    # What starts a collective returns what waits for it (on CUDA, makes the current stream wait); both name the phase.
+
     def exchange(
         self, phase: str, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup,
         received_sizes: list[int] | None = None, sent_sizes: list[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Callable[[], None]:  # fmt: skip
         with self.phase(phase):
-            dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
+            work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group, async_op=True)
+        return lambda: self._wait(phase, work)
 
-    def gather(self, phase: str, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def gather(
+        self, phase: str, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup
+    ) -> Callable[[], None]:
         with self.phase(phase):
-            _all_gather(received, sent, group=group)
+            work = _all_gather(received, sent, group=group, async_op=True)
+        return lambda: self._wait(phase, work)
+
+    def _wait(self, phase: str, work: dist.Work) -> None:
+        with self.phase(phase):
+            work.wait()
 
     def sum(self, phase: str, values: torch.Tensor) -> None:
         with self.phase(phase):

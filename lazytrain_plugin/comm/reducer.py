@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,12 @@ from lazytrain_plugin.kernels import gradient_codes as codes
 logger = logging.getLogger(__name__)
 
 CONTRIBUTION_BITS, RESULT_BITS = 8, 10
-LARGEST_CHUNK = 2**26
-"""Elements reduced at once; bounds the buffers: about 4 bytes for each."""
+_DONE = object()
+CHUNKS = 4
+"""Parts of a bucket under way at once: while the link carries one, the next is encoded and the last decoded."""
+SMALLEST_CHUNK = {"cpu": 2**18, "cuda": 2**21}
+LARGEST_CHUNK = 2**24
+"""Elements of a part: above the first its latency hardly shows, the second bounds the buffers."""
 ALIGNED_BLOCKS = 8
 """Parts of many blocks are a multiple of this, so that rows of codes begin at multiples of 16 bytes."""
 
@@ -45,6 +49,12 @@ def blocks_of_part(numel: int, parts: int) -> int:
     """Blocks of 64 in each of `parts` equal parts that hold `numel` elements."""
     blocks = -(-numel // (codes.BLOCK * parts))
     return blocks if blocks < 128 * ALIGNED_BLOCKS else -(-blocks // ALIGNED_BLOCKS) * ALIGNED_BLOCKS
+
+
+def chunk_numel(numel: int, device_type: str) -> int:
+    """Elements of each part, but the last, of a bucket of `numel`; whole blocks."""
+    count = max(1, min(CHUNKS, numel // SMALLEST_CHUNK[device_type]), -(-numel // LARGEST_CHUNK))
+    return codes.num_blocks(-(-numel // count)) * codes.BLOCK
 
 
 class Reduction:
@@ -200,13 +210,16 @@ class QuantizedReducer:
             for tensor, reduced in zip(bucket, flat.split([t.numel() for t in bucket])):
                 tensor.detach().copy_(reduced.view_as(tensor))
 
-    def count_fallback(self, tensor: torch.Tensor, reason: str) -> None:
-        """Counts a full-precision all-reduce of `tensor`, done here or by the caller, and says so the first time."""
+    def count_fallback(self, tensor: torch.Tensor, reason: str, wire_dtype: torch.dtype | None = None) -> None:
+        """Counts a full-precision all-reduce of `tensor`, done here or by the caller, and says so the first time.
+
+        `wire_dtype`: what the caller sends; default: the tensor's own.
+        """
         self._stats.full_precision_buckets += 1
         self._stats.fallbacks[reason] += 1
         if self._hops.nodes > 1:
             world = self.world_size
-            sent_bytes = 2 * (world - 1) / world * tensor.numel() * tensor.element_size()
+            sent_bytes = 2 * (world - 1) / world * tensor.numel() * (wire_dtype or tensor.dtype).itemsize
             self._stats.wire_bytes += round(sent_bytes / self._hops.ranks_per_node)
         if reason not in self._said and self.off_because is None:
             self._said.add(reason)
@@ -243,8 +256,7 @@ class QuantizedReducer:
         try:
             reason = self.fallback_reason(flat)
             if reason is None:
-                for chunk in flat.split(LARGEST_CHUNK):
-                    self._quantized(chunk, divisor)
+                self._quantized(flat, divisor)
                 self._stats.quantized_buckets += 1
                 self._stats.quantized_elements += flat.numel()
             else:
@@ -267,25 +279,45 @@ class QuantizedReducer:
             flat.copy_(flat.div(divisor, rounding_mode="trunc"))
 
     def _quantized(self, flat: torch.Tensor, divisor: float) -> None:
+        """Advances every part by one step at a time, the newest first, so that the link always has something to do."""
+        waiting = list(flat.split(chunk_numel(flat.numel(), flat.device.type)))[::-1]
+        under_way: list[Iterator[None]] = []
+        while waiting or under_way:
+            if waiting:
+                under_way.insert(0, self._steps(waiting.pop(), divisor))
+            under_way = [steps for steps in under_way if next(steps, _DONE) is not _DONE]
+
+    def _steps(self, flat: torch.Tensor, divisor: float) -> Iterator[None]:
+        """Reduces `flat`; yields where a collective is under way."""
         hops, numel = self._hops, flat.numel()
         nodes, ranks_per_node = hops.nodes, hops.ranks_per_node
         blocks = blocks_of_part(numel, nodes * ranks_per_node)
         part = blocks * codes.BLOCK
-        shard = self._sum_inside(flat, part * nodes)
+        shard = flat
+        if hops.inside is not None:
+            contributions, wait = self._exchange_inside(flat, part * nodes)
+            yield
+            wait()
+            shard = contributions[0].to(torch.float32, copy=True)
+            for contribution in contributions[1:]:
+                shard += contribution
 
         sent, received = self._rows(nodes, blocks, CONTRIBUTION_BITS), self._rows(nodes, blocks, CONTRIBUTION_BITS)
         codes.encode(shard, CONTRIBUTION_BITS, blocks, sent)
-        hops.exchange("quantized exchange between nodes", received.view(-1), sent.view(-1), hops.across)
+        wait = hops.exchange("quantized exchange between nodes", received.view(-1), sent.view(-1), hops.across)
+        yield
+        wait()
         mean = torch.empty(part, dtype=torch.float32, device=flat.device)
         codes.decode_mean(received, CONTRIBUTION_BITS, blocks, divisor, mean)
 
-        sent, received = self._rows(1, blocks, RESULT_BITS), self._rows(nodes, blocks, RESULT_BITS)
-        codes.encode(mean, RESULT_BITS, blocks, sent)
-        hops.gather("all-gather of means between nodes", received.view(-1), sent.view(-1), hops.across)
-        contributions = (nodes - 1) * codes.row_bytes(blocks, CONTRIBUTION_BITS)
-        self._stats.reduce_scatter_bytes += contributions
-        self._stats.wire_bytes += contributions + (nodes - 1) * codes.row_bytes(blocks, RESULT_BITS)
-
+        mine, received = self._rows(1, blocks, RESULT_BITS), self._rows(nodes, blocks, RESULT_BITS)
+        codes.encode(mean, RESULT_BITS, blocks, mine)
+        wait = hops.gather("all-gather of means between nodes", received.view(-1), mine.view(-1), hops.across)
+        sent_bytes = (nodes - 1) * codes.row_bytes(blocks, CONTRIBUTION_BITS)
+        self._stats.reduce_scatter_bytes += sent_bytes
+        self._stats.wire_bytes += sent_bytes + (nodes - 1) * codes.row_bytes(blocks, RESULT_BITS)
+        yield
+        wait()
         if hops.inside is None:
             codes.decode(received, RESULT_BITS, blocks, flat)
             return
@@ -293,28 +325,24 @@ class QuantizedReducer:
         codes.decode(received, RESULT_BITS, blocks, means)
         whole = part * nodes * ranks_per_node
         gathered = flat if whole == numel else torch.empty(whole, dtype=flat.dtype, device=flat.device)
-        hops.gather("all-gather inside a node", gathered, means, hops.inside)
+        wait = hops.gather("all-gather inside a node", gathered, means, hops.inside)
         self._stats.node_bytes += (ranks_per_node - 1) * means.numel() * means.element_size()
+        yield
+        wait()
         if gathered is not flat:
             flat.copy_(gathered[:numel])
 
-    def _sum_inside(self, flat: torch.Tensor, shard_numel: int) -> torch.Tensor:
-        """This rank's shard of `flat`, summed over the node in fp32; where a rank is a node, `flat` itself."""
+    def _exchange_inside(self, flat: torch.Tensor, shard_numel: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Starts to collect what the node's ranks have of this rank's shard: [ranks_per_node, elements]."""
         hops = self._hops
-        if hops.inside is None:
-            return flat
         begins = range(0, hops.ranks_per_node * shard_numel, shard_numel)
         sizes = [max(0, min(shard_numel, flat.numel() - begin)) for begin in begins]
         mine = sizes[hops.position(hops.inside)]
         received = torch.empty(hops.ranks_per_node * mine, dtype=flat.dtype, device=flat.device)
         phase = "full-precision exchange inside a node"
-        hops.exchange(phase, received, flat, hops.inside, [mine] * hops.ranks_per_node, sizes)
+        wait = hops.exchange(phase, received, flat, hops.inside, [mine] * hops.ranks_per_node, sizes)
         self._stats.node_bytes += (flat.numel() - mine) * flat.element_size()
-        contributions = received.view(hops.ranks_per_node, mine)
-        total = contributions[0].to(torch.float32, copy=True)
-        for contribution in contributions[1:]:
-            total += contribution
-        return total
+        return received.view(hops.ranks_per_node, mine), wait
 
     def _rows(self, count: int, blocks: int, bits: int) -> torch.Tensor:
         shape = (count, codes.row_bytes(blocks, bits))

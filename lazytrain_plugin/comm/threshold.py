@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,17 +14,30 @@ BUDGET_S = 3.0
 NEVER = 2**62
 
 
-def choose(sizes: Sequence[int], full_s: Sequence[float], quantized_s: Sequence[float]) -> int:
-    """The smallest size from which on quantized was faster at every size tried; `NEVER` if not even at the largest.
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Latency in s and time per element in s of the line through the times that is nearest in relative terms."""
+    # Least squares of (latency / t + slope * size / t - 1): small buckets count as much as large ones.
+    a = [1 / t for t in seconds]
+    b = [size / t for size, t in zip(sizes, seconds, strict=True)]
+    aa, ab, bb = sum(x * x for x in a), sum(x * y for x, y in zip(a, b, strict=True)), sum(y * y for y in b)
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:  # one size
+        return 0.0, sum(b) / bb
+    latency_s = (sum(a) * bb - sum(b) * ab) / determinant
+    slope_s = (sum(b) * aa - sum(a) * ab) / determinant
+    return max(0.0, latency_s), max(0.0, slope_s)
 
-    One lucky measurement in the middle of the scale does not count.
+
+def choose(sizes: Sequence[int], full_s: Sequence[float], quantized_s: Sequence[float]) -> int:
+    """The size in elements from which on quantized is the faster, at least the smallest tried; `NEVER` if it never is.
+
+    From a line through the times of each, so that one disturbed measurement does not decide.
     """
-    threshold = NEVER
-    for size, full, quantized in sorted(zip(sizes, full_s, quantized_s, strict=True), reverse=True):
-        if quantized >= full:
-            break
-        threshold = size
-    return threshold
+    full_latency_s, full_slope_s = fit(sizes, full_s)
+    latency_s, slope_s = fit(sizes, quantized_s)
+    if slope_s >= full_slope_s:
+        return NEVER
+    return max(min(sizes), math.ceil((latency_s - full_latency_s) / (full_slope_s - slope_s)))
 
 
 def measure(

@@ -95,11 +95,12 @@ class GradientComm:
     ) -> torch.Tensor:
         reducer, flat = self._reducer(dp_group), self._engine.flatten(bucket)
         if reason := reducer.fallback_reason(flat):
-            reducer.count_fallback(flat, reason)
+            reducer.count_fallback(flat, reason, self._engine.communication_data_type)
             return self._engine_bucket(bucket, dp_group, dp_world_size)
         world_size = reducer.world_size if dp_world_size is None else dp_world_size
-        reducer.reduce(flat, world_size if self._engine.gradient_average else 1.0)
-        return flat
+        sent = flat.to(self._engine.communication_data_type)
+        reducer.reduce(sent, world_size if self._engine.gradient_average else 1.0)
+        return flat if sent is flat else flat.copy_(sent)
 
     def _allreduce_optimizer_bucket(
         self,
@@ -113,7 +114,7 @@ class GradientComm:
         group = self._optimizer.dp_process_group if process_group is None else process_group
         reducer, flat = self._reducer(group), self._optimizer.flatten(bucket)
         if reason := reducer.fallback_reason(flat):
-            reducer.count_fallback(flat, reason)
+            reducer.count_fallback(flat, reason, communication_data_type)
             return self._optimizer_bucket(bucket, communication_data_type, rank, log, divide, process_group)
         # Every rank gets the mean, also where DeepSpeed would send it to `rank` alone: the others ignore it.
         return self._reduced(reducer, flat, communication_data_type, divide)
@@ -121,7 +122,7 @@ class GradientComm:
     def _allreduce_optimizer_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> torch.Tensor:
         reducer = self._reducer(self._optimizer.dp_process_group)
         if reason := reducer.fallback_reason(tensor):
-            reducer.count_fallback(tensor, reason)
+            reducer.count_fallback(tensor, reason, communication_data_type)
             return self._optimizer_tensor(tensor, communication_data_type)
         return self._reduced(reducer, tensor, communication_data_type, True)
 

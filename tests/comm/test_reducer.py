@@ -70,6 +70,7 @@ def many_sizes(rank):
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for numel in (0, 1, 3, 64, 257, 1000, 64 * 1024 * 4 + 64, 300_001):
             yield gradient(numel, seed=100 * rank + numel % 97, dtype=dtype)
+    yield gradient(4 * 2**18 + 1000, seed=rank)  # several parts under way at once
     yield gradient(600, seed=rank).view(20, 30).t()
     yield torch.full((5,), 7 + 2 * rank)
 
@@ -89,7 +90,7 @@ def test_any_size_and_dtype_gives_the_mean_with_identical_bits(device, world_siz
             check_bound(outs[0], parts)
     stats = results[0][1]
     assert stats.fallbacks == {"float64 tensor": 8, "int64 tensor": 1, "small bucket": 3}
-    assert stats.quantized_buckets == 22 and stats.full_precision_buckets == 12
+    assert stats.quantized_buckets == 23 and stats.full_precision_buckets == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -157,11 +158,11 @@ def count_sent(rank, device, ranks_per_node, numel):
     reducer = make(ranks_per_node)
     exchange, gather = dist.all_to_all_single, reducer._hops.gather
 
-    def counting_exchange(received, values, *sizes, group):
+    def counting_exchange(received, values, *sizes, group, **options):
         if group is reducer._hops.across:
             size = dist.get_world_size(group)
             sent["a2a"] += values.numel() * values.element_size() * (size - 1) // size
-        return exchange(received, values, *sizes, group=group)
+        return exchange(received, values, *sizes, group=group, **options)
 
     def counting_gather(phase, received, values, group):
         if group is reducer._hops.across:

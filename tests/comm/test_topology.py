@@ -24,12 +24,15 @@ def test_a_node_is_a_host_and_a_launcher():
     assert 0 <= node_key() < 2**62
 
 
-def test_the_threshold_is_where_codes_win_for_good():
-    sizes = (1, 4, 16, 64)
-    assert choose(sizes, [1, 1, 2, 4], [2, 2, 1, 1]) == 16
-    assert choose(sizes, [1, 1, 2, 4], [2, 0.9, 3, 1]) == 64  # not the lucky 4
-    assert choose(sizes, [1, 1, 1, 1], [2, 2, 2, 2]) == NEVER
-    assert choose(sizes, [2, 2, 2, 2], [1, 1, 1, 1]) == 1
+def test_the_threshold_is_where_the_lines_cross():
+    sizes = (2**12, 2**14, 2**16, 2**18, 2**20)
+    full, quantized = [1e-3 + 4e-8 * n for n in sizes], [3e-3 + 2e-8 * n for n in sizes]
+    assert choose(sizes, full, quantized) == pytest.approx(100_000, rel=1e-3)
+    assert choose(sizes, full, [t / 10 for t in full]) == 2**12
+    assert choose(sizes, full, [2 * t for t in full]) == NEVER
+    disturbed = [*quantized[:-1], 1.4 * quantized[-1]]  # the largest size, which tells most, met another process
+    assert 50_000 < choose(sizes, full, disturbed) < 500_000
+    assert choose((100,), [2.0], [1.0]) == 100 and choose((100,), [1.0], [2.0]) == NEVER
 
 
 def test_measuring_stops_at_its_budget():

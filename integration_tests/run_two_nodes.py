@@ -1,0 +1,97 @@
+"""Run by test_two_nodes.py, by each of four ranks: steps with DeepSpeed's gradient reduction and with LazyTrain's.
+
+    python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 ... run_two_nodes.py RESULT.json INTERFACE
+
+Rank 0 writes what it measured. Both arms alternate within one run, so that they see the same machine.
+"""
+
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import deepspeed.comm.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lazytrain_plugin.install  # noqa: F401
+
+WIDTH, STEPS, WARM_UP = 1792, 4, 1
+ARMS = {
+    "stage 0, bf16 on the wire": {"zero_optimization": {"stage": 0}, "communication_data_type": "bf16"},
+    "stage 1, bf16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+}
+
+
+def make_engine(config, block):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, **config, "lazytrain": block}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def step(engine, x):
+    dist.barrier()
+    begin = time.perf_counter()
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def sent_bytes(interface):
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def compare(config, interface):
+    engines = {"deepspeed": make_engine(config, {"enabled": False})}
+    engines["lazytrain"] = make_engine(config, {"gradient_comm": {"bits": 8}})
+    dtype = torch.bfloat16 if engines["deepspeed"].bfloat16_enabled() else torch.float32
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
+    times = {name: [] for name in engines}
+    wire = dict.fromkeys(engines, 0)
+    comm = engines["lazytrain"].lazytrain_gradient_comm
+    for number in range(WARM_UP + STEPS):
+        if number == WARM_UP:
+            before = comm.stats().wire_bytes
+            wire = dict.fromkeys(engines, 0)
+        for name, engine in engines.items():
+            sent = sent_bytes(interface)
+            seconds = step(engine, x)
+            wire[name] += sent_bytes(interface) - sent
+            times[name] += [seconds] if number >= WARM_UP else []
+    counted = torch.tensor([comm.stats().wire_bytes - before])
+    dist.all_reduce(counted)
+    (reducer,) = comm._reducers.values()
+    return {
+        "seconds": {name: statistics.median(values) for name, values in times.items()},
+        "interface_bytes": {name: value / STEPS for name, value in wire.items()},
+        "counted_bytes_of_a_node": int(counted) / 2 / STEPS,
+        "elements": sum(p.numel() for p in engines["lazytrain"].module.parameters()),
+        "reducer": reducer.describe(),
+        "threshold": reducer.smallest_bucket_elements,
+    }
+
+
+def main(result_path, interface):
+    logging.disable(logging.INFO)
+    torch.set_num_threads(1)
+    deepspeed.comm.torch.build_shm_op = lambda: None  # a minute of compilation, for inference on one host
+    deepspeed.init_distributed("gloo")
+    results = {name: compare(config, interface) for name, config in ARMS.items()}
+    if dist.get_rank() == 0:
+        Path(result_path).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

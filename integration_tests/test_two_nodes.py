@@ -1,0 +1,46 @@
+"""Four ranks on two nodes with a link of 200 Mbit/s between them: is the quantized reduction worth it?"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from integration_tests.two_nodes import run_on_both, two_nodes
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_nodes")
+    result, script = folder / "result.json", Path(__file__).with_name("run_two_nodes.py")
+    with two_nodes(mbit=200) as nodes:
+        run_on_both(nodes, script, [str(result), "INTERFACE"], folder, timeout_s=200)
+    return json.loads(result.read_text())
+
+
+def test_the_step_is_much_faster_than_with_deepspeeds_reduction(measured):
+    seconds = measured["stage 0, bf16 on the wire"]["seconds"]
+    assert seconds["deepspeed"] >= 1.7 * seconds["lazytrain"], measured
+
+
+def test_beside_zero_stage_1_too(measured):
+    """Its all-gather of updated weights crosses the link as well, in both arms."""
+    seconds = measured["stage 1, bf16"]["seconds"]
+    assert seconds["deepspeed"] >= 1.3 * seconds["lazytrain"], measured
+
+
+def test_nodes_and_threshold_are_found(measured):
+    for arm in measured.values():
+        assert arm["reducer"].startswith("8-bit codes between nodes, full precision inside a node, 2 nodes of 2 ranks")
+        assert 0 < arm["threshold"] < arm["elements"]
+
+
+def test_the_bytes_counted_are_those_of_the_interface(measured):
+    """TCP's own bytes and the barriers around a step are on the interface too."""
+    arm = measured["stage 0, bf16 on the wire"]
+    sent = arm["interface_bytes"]
+    assert arm["counted_bytes_of_a_node"] <= sent["lazytrain"] <= 1.15 * arm["counted_bytes_of_a_node"]
+    # each way half of the elements leave a node: 66/64 and 82/64 bytes; bf16 in a ring of 4: 3/4 of 2 bytes, twice
+    assert arm["counted_bytes_of_a_node"] == pytest.approx(arm["elements"] / 2 * (66 + 82) / 64, rel=0.01)
+    assert sent["lazytrain"] < 0.45 * sent["deepspeed"]
