@@ -16,7 +16,6 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
-import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -84,7 +83,9 @@ def compare(config, interface):
 def main(result_path, interface):
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
-    deepspeed.comm.torch.build_shm_op = lambda: None  # a minute of compilation, for inference on one host
+    # A minute of compilation, for inference; one that was killed leaves a lock behind. By name: the attribute
+    # `deepspeed.comm.torch` is torch itself.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
     results = {name: compare(config, interface) for name, config in ARMS.items()}
     if dist.get_rank() == 0:
