@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime.activation_tier import ActivationTier, HostTier, Ticket
+from lazytrain_plugin.runtime.nvme.activations import NvmeActivations
 from lazytrain_plugin.runtime.streams import Streams
+from lazytrain_plugin.vocab import Tier
 
 SMALLEST_BYTES = 64 << 10
 """What is smaller stays on the device: a transfer would cost more than the memory is worth."""
@@ -37,6 +40,7 @@ class _Piece:
 
     start: int
     end: int
+    tier: ActivationTier
     views: list[tuple[torch.Tensor, Handle]] = field(default_factory=list)
     """What was saved; held while the memory is still needed here."""
     here: torch.Tensor | None = None
@@ -71,17 +75,20 @@ class Parcel:
         self._store = store
         self._pieces: list[_Piece] = []
         self._unsent: dict[int, _Piece] = {}
-        self._arrived = None
+        self._arrived: list[object] = []
         self._fetched = False
         self.number, self._before = store.remember(self)
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
-        """Takes a tensor that `ActivationStore.can_leave` allows; it goes with the next `send`."""
+    def pack(self, tensor: torch.Tensor, tier: Tier) -> Handle:
+        """Takes a tensor that `ActivationStore.can_leave` allows; it goes to `tier` with the next `send`.
+
+        What shares its storage goes along, to the tier that was named first.
+        """
         tensor = tensor.detach()  # holding it must not hold the graph that made it
         storage, size = tensor.untyped_storage(), tensor.element_size()
         start = tensor.storage_offset() * size
         length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        piece = self._unsent.setdefault(storage._cdata, _Piece(start, start))
+        piece = self._unsent.setdefault(storage._cdata, _Piece(start, start, self._store.tier_of(tier)))
         piece.start = min(piece.start, start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES)
         piece.end = max(piece.end, start + length * size)
         handle = Handle(piece, tensor.dtype, tensor.shape, tensor.stride(), start, tensor._version)
@@ -97,7 +104,9 @@ class Parcel:
             nbytes = piece.end - piece.start
             piece.here = torch.empty(0, dtype=torch.uint8, device=storage.device)
             piece.here.set_(storage, piece.start, (nbytes,), (1,))
-            piece.ticket = self._store.tier.put(piece.here)
+        for tier, group in _by_tier(pieces):
+            for piece, ticket in zip(group, tier.put([piece.here for piece in group]), strict=True):
+                piece.ticket = ticket
         self._pieces += pieces
         self._store.hold(self, pieces)
 
@@ -110,12 +119,15 @@ class Parcel:
 
         Starts bringing back what the units that run backward next will need.
         """
-        parcel = self
-        for _ in range(self._store.slots + 1):
-            if parcel is not None:
-                parcel._fetch()
-                parcel = parcel._before()
-        self._store.streams.compute_waits(self._arrived, "activations")
+        self._store.read_ahead(self)
+        self._fetch()
+        before = self._before()
+        for _ in range(self._store.slots):
+            if before is not None:
+                before._fetch(only_if_ready=True)
+                before = before._before()
+        for arrived in self._arrived:
+            self._store.streams.compute_waits(arrived, "activations")
 
     def unpack(self, handle: Handle) -> torch.Tensor:
         """The saved tensor, after `bring_back`.
@@ -140,24 +152,32 @@ class Parcel:
             )
         return tensor
 
-    def _fetch(self) -> None:
+    def _fetch(self, *, only_if_ready: bool = False) -> None:
         if self._fetched:
             return
+        gone = _by_tier(piece for piece in self._pieces if piece.here is None)
+        if only_if_ready and not all(tier.ready([piece.ticket for piece in group]) for tier, group in gone):
+            return  # only what is needed now is worth a wait for the disk
         self._fetched = True
-        gone = [piece for piece in self._pieces if piece.here is None]
         for piece in self._pieces:
             piece.needed = True
             piece.check()
-        if gone:
-            found, self._arrived = self._store.tier.get([piece.ticket for piece in gone])
-            for piece, tensor in zip(gone, found, strict=True):
+        for tier, group in gone:
+            found, arrived = tier.get([piece.ticket for piece in group])
+            self._arrived.append(arrived)
+            for piece, tensor in zip(group, found, strict=True):
                 piece.here = tensor
+
+    def gone_to(self, tier: ActivationTier) -> list[Ticket]:
+        """Of what rests in `tier` and is not on the device."""
+        return [piece.ticket for piece in self._pieces if piece.tier is tier and piece.here is None]
 
     def put_away(self) -> None:
         """The unit's backward is over, and may run again: lets go of the device memory."""
         # Brought back ahead of a backward that never came: see [Note: whose memory].
-        self._store.streams.compute_waits(self._arrived, "activations")
-        self._arrived, self._fetched = None, False
+        for arrived in self._arrived:
+            self._store.streams.compute_waits(arrived, "activations")
+        self._arrived, self._fetched = [], False
         for piece in self._pieces:
             piece.needed = False
             if not piece.views:
@@ -170,7 +190,7 @@ class Parcel:
         pieces, self._pieces = self._pieces, []
         for piece in pieces:
             self._store.let_go(piece)
-            self._store.tier.drop(piece.ticket)
+            piece.tier.drop(piece.ticket)
 
     __del__ = release
 
@@ -186,10 +206,40 @@ class ActivationStore:
         self.streams = streams
         self.slots = slots
         self.tier: ActivationTier = HostTier(streams)
+        self.nvme: NvmeActivations | None = None
+        """Where the plan's NVMe tier is, if there is one."""
         self._leaving: deque[tuple[int, list[_Piece]]] = deque()
         self._number = 0
         self._latest: weakref.ReferenceType = _nothing
         self._seen: list[weakref.ReferenceType] = []
+
+    def follow(self, plan: PlacementPlan) -> None:
+        """Takes over a plan's counts, and gives back what it has no use for."""
+        self.slots = plan.activation_slots
+        used = {tier for unit in plan.units for tier in (unit.boundary, unit.saved)}
+        if Tier.CPU not in used or Tier.NVME not in used:
+            self.trim(0)
+        if Tier.CPU not in used:
+            self.tier.close()
+        if self.nvme is not None:
+            if Tier.NVME not in used:
+                self.nvme.close()
+            self.nvme.count = plan.nvme_slots
+
+    def tier_of(self, tier: Tier) -> ActivationTier:
+        return self.nvme if tier == Tier.NVME else self.tier
+
+    def read_ahead(self, parcel: Parcel) -> None:
+        """Units run backward from the one of `parcel` on: a disk brings what they have there into host memory."""
+        if self.nvme is None:
+            return
+        tickets, units = [], 0
+        while parcel is not None and units < self.nvme.count:
+            found = parcel.gone_to(self.nvme)
+            tickets += found
+            units += bool(found)
+            parcel = parcel._before()
+        self.nvme.read_ahead(tickets)
 
     def can_leave(self, tensor: torch.Tensor) -> bool:
         """Whether it is plain memory of the device, and enough of it to be worth a transfer."""
@@ -245,6 +295,15 @@ class ActivationStore:
         """Gives page locks back. Everything must be at rest."""
         self.trim(0)
         self.tier.close()
+        if self.nvme is not None:
+            self.nvme.close()
+
+
+def _by_tier(pieces: Iterable[_Piece]) -> list[tuple[ActivationTier, list[_Piece]]]:
+    groups: dict[int, tuple[ActivationTier, list[_Piece]]] = {}
+    for piece in pieces:
+        groups.setdefault(id(piece.tier), (piece.tier, []))[1].append(piece)
+    return list(groups.values())
 
 
 def _nothing() -> None:

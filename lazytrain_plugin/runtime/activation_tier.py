@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import torch
 
 from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.host_memory import HostBuffer
+from lazytrain_plugin.runtime.size_pool import SizePool
 from lazytrain_plugin.runtime.streams import Streams
 
 
@@ -24,11 +24,19 @@ class Ticket(Protocol):
 class ActivationTier(Protocol):
     """Holds bytes between forward and backward. Streams wait for its events; only a disk may make the host wait."""
 
-    def put(self, source: torch.Tensor) -> Ticket:
-        """Starts copying a flat uint8 tensor away, which the compute stream has written.
+    def put(self, sources: Sequence[torch.Tensor]) -> list[Ticket]:
+        """Starts copying flat uint8 tensors away, which the compute stream has written; they come back together.
 
-        The memory of `source` must stay as it is until `ticket.left`.
+        The memory of a source must stay as it is until its `ticket.left`.
         """
+        ...
+
+    def read_ahead(self, tickets: Sequence[Ticket]) -> None:
+        """These are asked for next, in this order. Never makes the host wait."""
+        ...
+
+    def ready(self, tickets: Sequence[Ticket]) -> bool:
+        """Whether `get` would not make the host wait."""
         ...
 
     def get(self, tickets: Sequence[Ticket]) -> tuple[list[torch.Tensor], object]:
@@ -50,16 +58,16 @@ class ActivationTier(Protocol):
 class HostTicket:
     """Bytes in one host buffer."""
 
-    def __init__(self, buffer: HostBuffer) -> None:
+    def __init__(self, buffer: HostBuffer, nbytes: int) -> None:
         self.buffer = buffer
-        self.nbytes = buffer.nbytes
+        self.nbytes = nbytes
         self.left = None
         self.last_use = None
         """Event of the last transfer that touched the buffer."""
 
 
 class HostTier:
-    """Pinned host memory: buffers of exact size, used again step after step.
+    """Pinned host memory, used again step after step.
 
     Bytes leave on the D2H stream and come back on the H2D stream. On the way back their device memory comes from the
     compute stream, so the H2D stream waits for what the compute stream has launched so far.
@@ -67,23 +75,35 @@ class HostTier:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._free: dict[int, list[tuple[HostBuffer, object]]] = defaultdict(list)
+        self._pool: SizePool[tuple[HostBuffer, object]] = SizePool(self._make, _discard)
         self._closed = False
 
-    def put(self, source: torch.Tensor) -> HostTicket:
+    def _make(self, nbytes: int) -> tuple[HostBuffer, object]:
+        return HostBuffer(nbytes, pin=self._streams.is_cuda), None
+
+    def put(self, sources: Sequence[torch.Tensor]) -> list[HostTicket]:
         self._closed = False
-        streams, free = self._streams, self._free[source.nbytes]
-        buffer, last_use = free.pop() if free else (HostBuffer(source.nbytes, pin=streams.is_cuda), None)
-        ticket = HostTicket(buffer)
+        streams = self._streams
         written = streams.record()
-        with streams.on(streams.d2h):
-            streams.wait(streams.d2h, written)
-            streams.wait(streams.d2h, last_use)
-            name = f"activations ({streams.phase})"
-            with streams.span(name, Resource.D2H, stream=streams.d2h, num_bytes=source.nbytes):
-                buffer.write(0, source)
-        ticket.left = ticket.last_use = streams.record(streams.d2h)
-        return ticket
+        tickets = []
+        for source in sources:
+            buffer, last_use = self._pool.take(source.nbytes)
+            ticket = HostTicket(buffer, source.nbytes)
+            with streams.on(streams.d2h):
+                streams.wait(streams.d2h, written)
+                streams.wait(streams.d2h, last_use)
+                name = f"activations ({streams.phase})"
+                with streams.span(name, Resource.D2H, stream=streams.d2h, num_bytes=source.nbytes):
+                    buffer.write(0, source)
+            ticket.left = ticket.last_use = streams.record(streams.d2h)
+            tickets.append(ticket)
+        return tickets
+
+    def read_ahead(self, tickets: Sequence[HostTicket]) -> None:
+        """Nothing: a transfer is all that there is to wait for."""
+
+    def ready(self, tickets: Sequence[HostTicket]) -> bool:
+        return True
 
     def get(self, tickets: Sequence[HostTicket]) -> tuple[list[torch.Tensor], object]:
         streams = self._streams
@@ -95,27 +115,30 @@ class HostTier:
                 streams.wait(streams.h2d, ticket.left)
                 name = f"activations ({streams.phase})"
                 with streams.span(name, Resource.H2D, stream=streams.h2d, num_bytes=ticket.nbytes):
-                    ticket.buffer.read_into(tensor)
+                    ticket.buffer.read_into(tensor, ticket.nbytes)
         arrived = streams.record(streams.h2d)
         for ticket in tickets:
             ticket.last_use = arrived
         return found, arrived
 
     def drop(self, ticket: HostTicket) -> None:
+        entry = ticket.buffer, ticket.last_use
         if self._closed:  # a graph that outlived the plan it was made under
-            ticket.last_use.synchronize()
-            ticket.buffer.unpin()
-            return
-        self._free[ticket.nbytes].append((ticket.buffer, ticket.last_use))
+            _discard(entry)
+        else:
+            self._pool.give(ticket.buffer.nbytes, entry)
 
     @property
     def free_bytes(self) -> int:
         """Of buffers that wait for their next use."""
-        return sum(nbytes * len(buffers) for nbytes, buffers in self._free.items())
+        return self._pool.free_bytes
 
     def close(self) -> None:
         self._closed = True
-        for buffers in self._free.values():
-            for buffer, _ in buffers:
-                buffer.unpin()
-        self._free.clear()
+        self._pool.clear()
+
+
+def _discard(entry: tuple[HostBuffer, object]) -> None:
+    buffer, last_use = entry
+    last_use.synchronize()
+    buffer.unpin()

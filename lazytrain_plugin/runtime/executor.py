@@ -23,6 +23,7 @@ from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.node import UnitCall
 from lazytrain_plugin.runtime.norms import GradientNorm, LaneNorm, TorchNorm
+from lazytrain_plugin.runtime.nvme.activations import NvmeActivations
 from lazytrain_plugin.runtime.nvme.stores import NvmeStores
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.outside_changes import OutsideChanges
@@ -34,7 +35,6 @@ from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.unit_table import UnitTable
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, read_scalars
 from lazytrain_plugin.runtime.worker import UpdateWorker
-from lazytrain_plugin.vocab import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,8 @@ class Executor:
         self._norm = TorchNorm() if not native else LaneNorm(len(self.trained_tensors), device)
         self._sink = GradientSink(self.streams, self.worker, self._norm)
         self._nvme = NvmeStores(nvme, native=native, pin=self.streams.is_cuda)
+        if nvme is not None:
+            self.activations.nvme = NvmeActivations(self.streams, nvme)
         self._streamed_updates = StreamedUpdates(self.streams)
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
@@ -161,9 +163,7 @@ class Executor:
         self._streamed_updates.make_slots(plan, self.update_order, self._slots)
         self._sink.outbox.trim(0)
         self._sink.outbox = Outbox(self.streams, plan.gradient_slots - 1)
-        self.activations.slots = plan.activation_slots
-        if not any(Tier.CPU in (unit.boundary, unit.saved) for unit in plan.units):
-            self.activations.close()
+        self.activations.follow(plan)
 
     def _install(self) -> None:
         for unit in self.units:

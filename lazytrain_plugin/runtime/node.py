@@ -40,8 +40,9 @@ class UnitCall:
         plan = unit.home.plan
         self.activations = plan.activations
         self.keep = plan.activations == Activations.KEEP
-        self.offloads_inputs = plan.boundary == Tier.CPU
-        self.offloads_saved = plan.saved == Tier.CPU and plan.activations != Activations.RECOMPUTE
+        self.boundary, self.saved = plan.boundary, plan.saved
+        self.offloads_inputs = plan.boundary != Tier.GPU
+        self.offloads_saved = plan.saved != Tier.GPU and plan.activations != Activations.RECOMPUTE
         self.parcel: Parcel | None = None
         self.recording: Recording | None = None
         self.inputs, self.rebuild_inputs = flatten_tensors((args, kwargs))
@@ -87,11 +88,17 @@ class UnitCall:
         return outputs
 
     def pack_away(self, leaving: set[int], staying: set[int]) -> Callable:
-        """Pack hook that sends off what the plan rests on the host.
+        """Pack hook that sends off what the plan rests off the device.
 
         It must not know this object: the graph that keeps it is held here, and Python couldn't free the circle.
         """
-        unit, parcel, offloads_saved = self.unit, self.parcel, self.offloads_saved
+        unit, parcel, offloads_saved, boundary, saved = (
+            self.unit,
+            self.parcel,
+            self.offloads_saved,
+            self.boundary,
+            self.saved,
+        )
         if parcel is None:
             return unit.pack
         can_leave = self.executor.activations.can_leave
@@ -102,8 +109,10 @@ class UnitCall:
         def pack(tensor: torch.Tensor):
             if can_leave(tensor):
                 address = _address(tensor)
-                if address in leaving or (offloads_saved and address not in staying):
-                    return parcel.pack(tensor)
+                if address in leaving:
+                    return parcel.pack(tensor, boundary)
+                if offloads_saved and address not in staying:
+                    return parcel.pack(tensor, saved)
             return unit.pack(tensor)
 
         return pack
@@ -120,15 +129,15 @@ class UnitCall:
         if self.offloads_saved:
             store = self.executor.activations
             self.parcel = parcel = self.parcel or Parcel(store)
-            self.recording.exchange(lambda tensor: parcel.pack(tensor) if store.can_leave(tensor) else tensor)
+            self.recording.exchange(lambda x: parcel.pack(x, self.saved) if store.can_leave(x) else x)
         return outputs
 
     def put_away_inputs(self, inputs) -> list[torch.Tensor]:
-        """Starts the inputs' way to the host while the unit computes; returns what stays, for autograd to save."""
+        """Starts the inputs' way off the device while the unit computes; returns what stays, for autograd to save."""
         own = self.executor.activations.own_inputs(inputs) if self.offloads_inputs else ()
         if own:
             self.parcel = Parcel(self.executor.activations)
-        self.sent = [self.parcel.pack(tensor) if i in own else None for i, tensor in enumerate(inputs)]
+        self.sent = [self.parcel.pack(tensor, self.boundary) if i in own else None for i, tensor in enumerate(inputs)]
         if own:
             self.parcel.send()
         return [tensor for tensor, handle in zip(inputs, self.sent, strict=True) if handle is None]

@@ -115,11 +115,14 @@ class Streams:
             torch.cuda._sleep(int(self._transfer_delay_s * 1.5e9))
             yield
 
-    def record(self, stream=None, *, timing: bool = False):
-        """An event at the end of `stream` (default: the compute stream)."""
+    def record(self, stream=None, *, timing: bool = False, blocking: bool = False):
+        """An event at the end of `stream` (default: the compute stream).
+
+        blocking: a thread that waits for it sleeps, and leaves its core to others.
+        """
         if not self.is_cuda:
             return NullEvent()
-        event = torch.cuda.Event(enable_timing=timing)
+        event = torch.cuda.Event(enable_timing=timing, blocking=blocking)
         event.record(stream if stream is not None else torch.cuda.current_stream(self.device))
         return event
 

@@ -123,7 +123,7 @@ def checked_streams(check: RaceCheck) -> type[Streams]:
             finally:
                 check.local.stream = before
 
-        def record(self, stream=None, *, timing: bool = False):
+        def record(self, stream=None, *, timing: bool = False, blocking: bool = False):
             return CheckedEvent(check, check.snapshot(stream or "compute"))
 
         def wait(self, stream, event) -> None:

@@ -68,13 +68,17 @@ class Region:
         """Whether a read would wait for something that is under way."""
         return self._direct and not all(job.done for job in self._jobs)
 
-    def read(self, address: int, keep) -> Job:
-        """Starts reading all of it to `address`; waits for a write that is under way."""
-        return self._start(Kind.READ, address, keep)
+    def read(self, address: int, keep, *, nbytes: int | None = None) -> Job:
+        """Starts reading it, or its first `nbytes`, to `address`; waits for a write that is under way.
 
-    def write(self, address: int, keep) -> Job:
-        """Starts writing all of it from `address`; waits for what is under way. The memory must not change yet."""
-        return self._start(Kind.WRITE, address, keep)
+        A part must be what was written as such: blocks are checked as a whole.
+        """
+        return self._start(Kind.READ, address, keep, nbytes)
+
+    def write(self, address: int, keep, *, nbytes: int | None = None) -> Job:
+        """Starts writing it, or its first `nbytes`, from `address`; waits for what is under way. The memory must not
+        change yet."""
+        return self._start(Kind.WRITE, address, keep, nbytes)
 
     def warm(self) -> Job:
         """Starts bringing it into the page cache (not for `direct` regions)."""
@@ -84,7 +88,7 @@ class Region:
         """Starts bringing it to the disk and out of the page cache, where the mapping holds it (not for `direct`)."""
         return self._start(Kind.WRITE_BACK, mapping_address, keep)
 
-    def _start(self, kind: Kind, address: int, keep) -> Job:
+    def _start(self, kind: Kind, address: int, keep, nbytes: int | None = None) -> Job:
         if self._direct:
             self.wait()  # otherwise the page cache puts requests in order
         verb = "reading" if kind in (Kind.READ, Kind.WARM) else "writing"
@@ -92,14 +96,15 @@ class Region:
         # What is mapped is written back by a job of its own, so that a write is visible as soon as it can be.
         drop = not self._past_the_cache and (self._direct or kind == Kind.READ)
         checksums = ctypes.addressof(self._checksums) if self._checksums is not None else None
-        for block in range(self._num_blocks):
+        end = self.padded_bytes if nbytes is None else padded(nbytes)
+        for block in range(-(-end // self._block_bytes)):
             requests.append(
                 Request(
                     fd=self.files[block % num_files][1],
                     kind=kind,
                     offset=block // num_files * self._block_bytes,
                     address=address + block * self._block_bytes if address else 0,
-                    nbytes=self._size(block),
+                    nbytes=min(self._block_bytes, end - block * self._block_bytes),
                     checksum=None if checksums is None else checksums + 8 * block,
                     drop_from_cache=drop,
                 )

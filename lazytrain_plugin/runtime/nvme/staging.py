@@ -81,8 +81,11 @@ class Staging:
             buffer = self._find(holder)
             return buffer is not None and (buffer.job is None or buffer.job.done)
 
-    def acquire(self, holder: Holder) -> StagingBuffer:
+    def acquire(self, holder: Holder, *, fresh: bool = False) -> StagingBuffer:
         """The buffer with the holder's bytes, until `release`. Waits for the disk, and for a free buffer.
+
+        Args:
+            fresh: all bytes are going to be written; what is on disk is not read.
 
         Raises:
             StorageError: reading failed, or anything before it.
@@ -93,7 +96,7 @@ class Staging:
                 if buffer is None:
                     self._changed.wait()
                     continue
-                self._start_read(buffer, holder)
+                self._fill(buffer, holder, read=not fresh)
             buffer.pins += 1
             buffer.ahead = False
             self._clock += 1
@@ -119,15 +122,18 @@ class Staging:
             write: start that now, in the background.
         """
         with self._changed:
-            buffer.dirty = buffer.dirty or changed
+            buffer.dirty = (buffer.dirty or changed) and buffer.holder is not None
             buffer.pins -= 1
-            if buffer.dirty and write and buffer.pins == 0:
-                self._start_write(buffer)
-            self._pump()
-            self._changed.notify_all()
+            try:
+                if buffer.dirty and write and buffer.pins == 0:
+                    self._start_write(buffer)
+                self._pump()
+            finally:
+                self._changed.notify_all()
 
     def forget(self, holder: Holder) -> None:
-        """Its bytes on disk were changed by someone else: a copy in a buffer is stale. It must not be in use."""
+        """Its bytes in a buffer are stale, or of no use any more: changes are not written. A buffer that is in use
+        serves others after its `release`."""
         with self._changed:
             self._upcoming = deque(other for other in self._upcoming if other is not holder)
             buffer = self._find(holder)
@@ -168,7 +174,7 @@ class Staging:
                 buffer = self._pick(at_rest=True)
                 if buffer is None or holder.region.busy:
                     return
-                self._start_read(buffer, holder)
+                self._fill(buffer, holder)
             buffer.ahead = True
             self._upcoming.popleft()
 
@@ -191,13 +197,14 @@ class Staging:
                 best = cost, buffer
         return best[1] if best is not None else None
 
-    def _start_read(self, buffer: StagingBuffer, holder: Holder) -> None:
+    def _fill(self, buffer: StagingBuffer, holder: Holder, *, read: bool = True) -> None:
         if buffer.dirty:
             self._start_write(buffer)
-        if buffer.job is not None:
-            buffer.job.wait()
         buffer.holder = None  # stays so if the read can't start
-        buffer.job = holder.region.read(buffer.address, buffer.memory)
+        if read:
+            if buffer.job is not None:
+                buffer.job.wait()
+            buffer.job = holder.region.read(buffer.address, buffer.memory)
         buffer.holder = holder
         self._clock += 1
         buffer.last_use = self._clock

@@ -52,11 +52,8 @@ class NvmeStores:
         largest_bytes = largest_weight_bytes = 0
         for unit in units:
             unit_plan = plan.unit(unit.name)
-            if unit.module is not None and Tier.NVME in (unit_plan.boundary, unit_plan.saved):
-                raise PlanMismatchError(
-                    f"{unit_plan.name}: activations on NVMe are not supported; put boundary and saved on the CPU"
-                )
-            if Tier.NVME in (unit_plan.weights, unit_plan.states, unit_plan.gradients):
+            activations = (unit_plan.boundary, unit_plan.saved) if unit.module is not None else ()
+            if Tier.NVME in (unit_plan.weights, unit_plan.states, unit_plan.gradients, *activations):
                 self._check(unit_plan)
             if unit_plan.states == Tier.NVME and unit.trained:
                 flats = state_flats(unit.layout, unit_plan, native=self._native)

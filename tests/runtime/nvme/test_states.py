@@ -195,18 +195,18 @@ def test_a_checkpoint_passes_through(disk, tmp_path, state_bits, direction):
     straight.close()
 
 
-@pytest.mark.parametrize("problem", ["no folder", "gradients", "boundary", "saved", "own optimizer"])
+@pytest.mark.parametrize("problem", ["no folder", "no folder for activations", "gradients", "own optimizer"])
 def test_what_cannot_rest_there_is_refused_with_the_remedy(disk, problem):
     model = make_model(2)
     plan = on_nvme(plan_for(model))
-    if problem in ("gradients", "boundary", "saved"):
-        plan = plan.with_units(**{problem: Tier.NVME})
-    says = {"no folder": "nvme_path", "gradients": "put them on the CPU", "own optimizer": "native"}
-    says = says.get(problem, "activations on NVMe are not supported")
+    if problem == "gradients":
+        plan = plan.with_units(gradients=Tier.NVME)
+    if problem == "no folder for activations":
+        plan = plan_for(model).with_units(boundary=Tier.NVME)
+    says = {"gradients": "put them on the CPU", "own optimizer": "native"}.get(problem, "nvme_path")
+    tier = None if "no folder" in problem else NvmeTier([disk])
     with pytest.raises(PlanMismatchError, match=says):
-        make_executor(
-            model, plan, native=problem != "own optimizer", nvme=None if problem == "no folder" else NvmeTier([disk])
-        )
+        make_executor(model, plan, native=problem != "own optimizer", nvme=tier)
 
 
 def test_mount_too_small_is_refused_before_the_first_step(mount):
