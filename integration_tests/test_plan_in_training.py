@@ -87,8 +87,8 @@ def made(monkeypatch, *, adapt=True, native=True):
     planner = object.__new__(Planner)
     hardware = builders.hardware(matmul_flop_per_s=1e11)
     planner.__dict__.update(
-        _model_profile=builders.model(4), _measured_hardware=hardware, _hardware=hardware, _state_bits=32,
-        _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, _request=None,
+        model_profile=builders.model(4), _measured_hardware=hardware, hardware=hardware, _state_bits=32,
+        _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, request=None,
         _native=native,
         _config=SimpleNamespace(gpu_memory_gib=1.1, cpu_memory_gib=None, fidelity="exact"),
         _cache=planning.PlanCache(),
@@ -100,7 +100,7 @@ def made(monkeypatch, *, adapt=True, native=True):
 def test_states_are_streamed_for_the_native_kernels_only(monkeypatch, native):
     monkeypatch.setattr(planning, "RUNTIME_CAPABILITIES", replace(RUNTIME_CAPABILITIES, streamed_states=True))
     planner, plan = made(monkeypatch, native=native)
-    assert planner._request.capabilities.streamed_states == native
+    assert planner.request.capabilities.streamed_states == native
     assert native or not any(unit.streams_states for unit in (*plan.units, *plan.stem))
 
 
@@ -121,7 +121,7 @@ def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     planner, plan = made(monkeypatch)
     before = planner.predicted(plan)
-    rate = planner._hardware.cpu_update_parameters_per_s(32) / 50
+    rate = planner.hardware.cpu_update_parameters_per_s(32) / 50
     planner.observe(ObservedStep(step_s=1.0, compute_s=before.compute_s, update_parameters_per_s=rate))
     assert "planning again in the background" in caplog.text
     better = finished(planner)
@@ -131,11 +131,11 @@ def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
     assert planner.predicted(better).step_s < 0.97 * planner.predicted(plan).step_s
     # The next run of this model starts from what was measured.
     again, _ = made(monkeypatch)
-    assert again._hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
+    assert again.hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
     planner.close()
     again.observe(ObservedStep(step_s=1.0, compute_s=before.compute_s, update_parameters_per_s=None))
     third, _ = made(monkeypatch)
-    assert third._hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
+    assert third.hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
     again.close()
 
 

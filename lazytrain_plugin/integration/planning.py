@@ -65,14 +65,14 @@ class Planner:
         self._accumulation_steps = accumulation_steps
         self._native = native
         self._planned_tokens: int | None = None
-        self._request: PlanRequest | None = None
+        self.request: PlanRequest | None = None
         self._search: BackgroundSolve | None = None
         self._current: PlacementPlan | None = None
         self._swaps_left = MOST_SWAPS if config.plan.adapt else 0
         self._cache = PlanCache(enabled=config.plan.cache)
         self._fixed = self._load_fixed_plan()
         if self._fixed is None:
-            self._model_profile = extract_model_profile(
+            self.model_profile = extract_model_profile(
                 model,
                 [(unit.name, unit.module) for unit in discovery.units],
                 [(unit.name, [p for _, p in unit.parameters]) for unit in discovery.stem],
@@ -80,7 +80,7 @@ class Planner:
                 dtypes=dtypes,
             )
             self._measured_hardware = measure_hardware(device, cpu_update_parameters_per_s=measure_update_rate)
-            self._hardware = self._measured_hardware
+            self.hardware = self._measured_hardware
             """As measured, or as steps of this model have shown it since."""
 
     def _load_fixed_plan(self) -> PlacementPlan | None:
@@ -128,7 +128,7 @@ class Planner:
         self.close()  # a search for smaller batches is of no use
         # The client's own optimizer keeps its states where it updates.
         streams = RUNTIME_CAPABILITIES.streamed_states and self._native
-        self._request = request = PlanRequest(
+        self.request = request = PlanRequest(
             max_tokens=num_tokens,
             gpu_budget_bytes=_bytes(config.gpu_memory_gib),
             cpu_budget_bytes=_bytes(config.cpu_memory_gib),
@@ -137,12 +137,12 @@ class Planner:
             accumulation_steps=self._accumulation_steps,
             capabilities=replace(RUNTIME_CAPABILITIES, streamed_states=streams),
         )
-        rates = self._cache.load_rates(self._model_profile, self._measured_hardware, num_tokens)
-        self._hardware = replace(self._measured_hardware, **rates)
-        found = self._cache.load_plan(self._model_profile, self._hardware, request)
-        plan = found or make_plan(self._model_profile, self._hardware, request)
+        rates = self._cache.load_rates(self.model_profile, self._measured_hardware, num_tokens)
+        self.hardware = replace(self._measured_hardware, **rates)
+        found = self._cache.load_plan(self.model_profile, self.hardware, request)
+        plan = found or make_plan(self.model_profile, self.hardware, request)
         if found is None:
-            self._cache.store_plan(self._model_profile, self._hardware, request, plan)
+            self._cache.store_plan(self.model_profile, self.hardware, request, plan)
         sources = (["found in the cache"] if found else []) + (
             ["with rates that earlier steps showed"] if rates else []
         )
@@ -167,41 +167,47 @@ class Planner:
 
     def predicted(self, plan: PlacementPlan) -> StepTimes | None:
         """The replay of a plan that this planner made; None for one that the user fixed."""
-        if self._request is None:
+        if self.request is None:
             return None
-        return simulate(self._problem(), plan)
+        return simulate(self.problem(), plan)
 
-    def _problem(self) -> PlacementProblem:
+    def problem(self) -> PlacementProblem:
         """What the current request asks, with the rates known now."""
-        return build_problem(self._model_profile, self._hardware, self._request)
+        return build_problem(self.model_profile, self.hardware, self.request)
+
+    def plan_again(self) -> PlacementPlan:
+        """A plan for the same batches with the rates known now, made while the caller waits."""
+        self.close()
+        self._current = make_plan(self.model_profile, self.hardware, self.request)
+        return self._current
 
     def timeline(self) -> dict[str, Any] | None:
         """The current plan's step as a picture's data; None for a plan that the user fixed."""
-        if self._request is None or self._current is None:
+        if self.request is None or self._current is None:
             return None
-        title = f"{self._model_profile.name}, {self._request.max_tokens} tokens on {self._hardware.name}"
-        return build_timeline(self._problem(), self._current, title=title)
+        title = f"{self.model_profile.name}, {self.request.max_tokens} tokens on {self.hardware.name}"
+        return build_timeline(self.problem(), self._current, title=title)
 
     def observe(self, measured: ObservedStep) -> None:
         """Takes over the rates of real steps; a search for a better plan starts where they are far from planned."""
         predicted = self.predicted(self._current) if self._current is not None else None
         if predicted is None or measured.compute_s <= 0:
             return
-        hardware = self._hardware
+        hardware = self.hardware
         rates = {"layer_flop_frac": min(1.0, hardware.layer_flop_frac * predicted.compute_s / measured.compute_s)}
         if measured.update_parameters_per_s is not None:
             name = f"cpu_update_{self._state_bits}bit_{'shared_' if hardware.has_gpu else ''}parameters_per_s"
             rates[name] = measured.update_parameters_per_s
-        of = self._model_profile, self._measured_hardware, self._planned_tokens
+        of = self.model_profile, self._measured_hardware, self._planned_tokens
         # A run that accumulates shows no update rate; what an earlier one showed still holds.
         self._cache.store_rates(*of, {**self._cache.load_rates(*of), **rates})
         drift = {name: rate / getattr(hardware, name) - 1 for name, rate in rates.items()}
-        self._hardware = replace(hardware, **rates)
+        self.hardware = replace(hardware, **rates)
         # Without a GPU a plan decides only what is kept, and memory decides that.
         if self._swaps_left and hardware.has_gpu and max(map(abs, drift.values())) > DRIFT_FRAC:
             shown = ", ".join(f"{name} {change:+.0%}" for name, change in drift.items())
             logger.info("steps are not as planned (%s): planning again in the background", shown)
-            self._search = BackgroundSolve(self._model_profile, self._hardware, self._request)
+            self._search = BackgroundSolve(self.model_profile, self.hardware, self.request)
 
     def better_plan(self) -> PlacementPlan | None:
         """Once a search in the background is done: its plan, if that is worth moving weights for."""
@@ -223,7 +229,7 @@ class Planner:
             )
             return None
         self._swaps_left -= 1
-        self._cache.store_plan(self._model_profile, self._hardware, self._request, plan)
+        self._cache.store_plan(self.model_profile, self.hardware, self.request, plan)
         self._announce(plan, f", made again with measured rates ({after_s:.3g} s a step instead of {before_s:.3g} s)")
         self._current = plan
         return plan
