@@ -149,9 +149,14 @@ def round_half_away(master: Tensor) -> Tensor:
     return high.to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-def run_plain(work: Work, folder: Path, device: str, **options: Any) -> Run:
-    """HF Trainer without DeepSpeed; in bf16, the reference with fp32 masters."""
+def run_plain(work: Work, folder: Path, device: str, *, noise_seed: int | None = None, **options: Any) -> Run:
+    """HF Trainer without DeepSpeed; in bf16, the reference with fp32 masters.
+
+    With `noise_seed`, one of 50 elements that a norm returns is an ulp of bf16 larger: another order of a sum.
+    """
     model = build_model(work.model, work.trained)
+    if noise_seed is not None:
+        _round_differently(model, noise_seed)
     with environment(dict.fromkeys(LAUNCH_VARIABLES)), fresh_accelerate_state():
         training_arguments = _arguments(work, folder, device, **options)
         if work.dtype == "fp32":
@@ -165,6 +170,19 @@ def run_plain(work: Work, folder: Path, device: str, **options: Any) -> Run:
             trainer.masters, trainer.max_norm = masters, work.max_norm
             MasterOptimizer.model_order = list(model.parameters())
         return finish(trainer, None)
+
+
+def _round_differently(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def hook(module, args, output):
+        chosen = torch.rand(output.shape, generator=generator).to(output.device) < 0.02
+        return output * torch.where(chosen, 1 + torch.finfo(torch.bfloat16).eps, 1.0).to(output.dtype)
+
+    norms = [module for module in model.modules() if "Norm" in type(module).__name__]
+    assert norms
+    for module in norms:
+        module.register_forward_hook(hook)
 
 
 def run_lazytrain(

@@ -6,6 +6,7 @@ LazyTrain did it, and not plain DeepSpeed, is told by its activation line.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,11 +32,17 @@ SMALL = [
 SHORT = ["--max_steps", "3", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no", "--seed", "5"]
 ACTIVE = "[LazyTrain] active:"
 
-BIN = Path(sys.executable).parent
+
+def command(name: str) -> str:
+    """Of this Python, else the one on the path (packages beside an environment that isn't ours to change)."""
+    own = Path(sys.executable).parent
+    return shutil.which(name, path=os.pathsep.join([str(own), os.environ["PATH"]])) or name
+
+
 PYTHON = [sys.executable]
 ROADS = {
-    "accelerate launch": [str(BIN / "accelerate"), "launch", "--config_file", LAUNCH_YAML, SCRIPT],
-    "lazytrain launch": [str(BIN / "lazytrain"), "launch", "--config", LAUNCH_YAML, SCRIPT],
+    "accelerate launch": [command("accelerate"), "launch", "--config_file", LAUNCH_YAML, SCRIPT],
+    "lazytrain launch": [command("lazytrain"), "launch", "--config", LAUNCH_YAML, SCRIPT],
     "torchrun": [
         *PYTHON,
         "-m",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,8 @@ BASELINE = Placement(homes="cpu", activations="recompute")
 
 
 @functools.cache
-def plain(work: Work, folder: Path, device: str) -> Run:
-    return run_plain(work, folder, device)
+def plain(work: Work, folder: Path, device: str, noise_seed: int | None = None) -> Run:
+    return run_plain(work, folder, device, noise_seed=noise_seed)
 
 
 @functools.cache
@@ -47,8 +48,10 @@ def test_matrix(case: Case, device: str, tmp_path_factory: pytest.TempPathFactor
             if case.work.dtype == "fp32":
                 assert run.grad_norms == reference.grad_norms
         elif case.work.dtype == "bf16" and (device != "cpu" or not _sums_as_torch_does(case.work)):
-            fp32 = plain(replace(case.work, implementation="torch", dtype="fp32"), folder, device)
-            assert_no_further_from_fp32(run, reference, fp32, case.work)
+            work = replace(case.work, implementation="torch")
+            fp32 = plain(replace(work, dtype="fp32"), folder, device)
+            others = [plain(work, folder, device, noise_seed=seed) for seed in range(3)]
+            assert_no_further_from_fp32(run, [reference, *others], fp32, case.work)
         else:
             assert_same_training(run, reference, case.work)
     finally:
@@ -74,10 +77,18 @@ def assert_same_training(run: Run, reference: Run, work: Work) -> None:
         assert loss == pytest.approx(expected_loss, rel=1e-5 if work.dtype == "fp32" else 2e-3)
 
 
-def assert_no_further_from_fp32(run: Run, reference: Run, fp32: Run, work: Work) -> None:
-    """Where bf16 is summed in another order or by fused kernels, neither is right: fp32 says how far off each is."""
-    got, expected, truth = (_trained_weights(work, r.weights) for r in (run, reference, fp32))
-    assert _distance(got, truth) <= 1.1 * _distance(expected, truth)
+def assert_no_further_from_fp32(run: Run, references: list[Run], fp32: Run, work: Work) -> None:
+    """Where bf16 is summed in another order or by fused kernels, neither is right: fp32 says how far off each is.
+
+    `references`: plain training with several roundings. One alone says little, because Adam makes full steps of the
+    rounding noise where the true gradient is nearly zero: among them the distance varies by up to a half.
+    """
+    truth = _trained_weights(work, fp32.weights)
+    distances = [_distance(_trained_weights(work, reference.weights), truth) for reference in references]
+    farthest = statistics.mean(distances) + 4 * statistics.stdev(distances)
+    start = _trained_weights(work, dict(harness.build_model(work.model, work.trained).named_parameters()))
+    assert farthest < 0.5 * _distance(start, truth)  # else this would pass whatever came out
+    assert _distance(_trained_weights(work, run.weights), truth) <= farthest
 
 
 def _trained_weights(work: Work, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -204,11 +204,12 @@ class UnitHome:
         return self.on_gpu and self.host_weights is not None
 
     def take_shown_weights(self) -> None:
-        """Trained weights that were changed on the GPU from outside: host copy and master take their values."""
+        """Trained weights that were changed on the GPU from outside: the host copy takes their values.
+
+        Remainders stay, as they do where there is one copy: untouched elements keep their masters to the bit.
+        """
         for tensor in self.layout.trained:
-            shown = self.gpu_weights[tensor].to("cpu")
-            if not torch.equal(shown, tensor.weight_view(self.host_weights)):
-                self.write_master(tensor, shown)
+            tensor.weight_view(self.host_weights).copy_(self.gpu_weights[tensor])
 
     def read_moments(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
         moments = {}

@@ -307,11 +307,14 @@ READS = {
     "deepcopy": lambda model, captured: list(copy.deepcopy(model).parameters()),
     "torch.save": lambda model, captured: list(_saved_and_loaded(model).values()),
     "arithmetic": lambda model, captured: [p * 1 for p in captured],
-    "numpy": lambda model, captured: [torch.from_numpy(p.detach().numpy().copy()) for p in captured],
+    "numpy": lambda model, captured: [torch.from_numpy(p.detach().cpu().numpy().copy()) for p in captured],
     "dlpack": lambda model, captured: [torch.from_dlpack(p.detach()).clone() for p in captured],
-    "stack of lists": lambda model, captured: list(
-        torch.cat([p.flatten() for p in captured]).split([p.numel() for p in captured])
-    ),
+    "list of a device": lambda model, captured: [
+        part
+        for kind in ("cpu", "cuda")
+        if (own := [p for p in captured if p.device.type == kind])
+        for part in torch.cat([p.flatten() for p in own]).split([p.numel() for p in own])
+    ],
 }
 
 

@@ -41,10 +41,11 @@ def test_each_operation_of_the_chosen_steps_is_there(device):
     for step in steps:
         names = [event.name for event in step.events]
         for unit in executor.units:
-            for kind in ("forward", "backward", "update", "gradients"):
+            for kind in ("forward", "update", "gradients"):
                 assert names.count(f"{kind} {unit.name}") == 1, (kind, unit.name)
         forward = [name for name in names if name.startswith("forward")]
-        backward = [name for name in names if name.startswith("backward")]
+        # One that waits for a gradient slot of the GPU is there in pieces.
+        backward = list(dict.fromkeys(name for name in names if name.startswith("backward")))
         assert [name.split()[1] for name in forward] == [unit.name for unit in executor.units]
         assert [name.split()[1] for name in backward] == [unit.name for unit in reversed(executor.units)]
         by_name = {event.name: event for event in step.events}
