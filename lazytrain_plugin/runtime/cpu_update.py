@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -29,14 +30,22 @@ def update_on_cpu(
         unit.upload_event.synchronize()
     nvme.before_update(unit)
     worker, streams = executor.worker, executor.streams
-    with unit.home.states_in_memory(changes=True, write_now=True):
+    home, kinds = unit.home, arrived.values()
+    with contextlib.ExitStack() as in_memory:
+        in_memory.enter_context(home.states_in_memory(changes=True, write_now=True))
+        if Arrival.WHOLE in kinds:
+            in_memory.enter_context(home.gradients_in_memory())
+        if Arrival.SUMMED in kinds:
+            in_memory.enter_context(home.sums_in_memory(changes=False))
         start_s = time.perf_counter()
         with streams.span(f"update {unit.name}", Resource.WORKER):
             executor.updater.update(unit, arrived, scalars)
         worker.update_s += time.perf_counter() - start_s
         worker.updated_parameters += sum(tensor.numel for tensor in arrived)
-    unit.home.let_go()
-    if unit.home.on_gpu:
+    if home.nvme_gradients is not None:
+        home.drop_gradients()
+    home.let_go()
+    if home.on_gpu:
         with streams.on(streams.h2d):
             streams.wait(streams.h2d, gradients_done)
             with streams.span(f"publish {unit.name}", Resource.H2D, stream=streams.h2d):

@@ -138,8 +138,7 @@ class Executor:
                 if unit.arrived:
                     self._sink.sum_up(unit)
                 home.copy_from(before)
-                for tensor in unit.arrived:
-                    home.accumulated(tensor).copy_(before.accumulated(tensor))
+                home.take_sums(before, unit.arrived)
                 unit.gradient_event = self.streams.record()
                 before.release()
             unit.home = home

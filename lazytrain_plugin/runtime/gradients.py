@@ -57,14 +57,20 @@ class GradientSink:
 
     def _send_home(self, unit: Unit, gradients: Gradients) -> None:
         self._make_room(unit, gradients)
+        on_nvme, buffer = unit.home.nvme_gradients, unit.home.gradient_buffer
+        if on_nvme is not None:
+            with self._streams.host_waits("gradients"):
+                buffer = on_nvme.arrive(fresh=Arrival.WHOLE not in unit.arrived.values())
         pieces, sums = [], []
         for tensor, gradient in gradients:
             raw = in_storage_order(tensor, gradient)
             first = self._arrive(unit, tensor, raw)
             if unit.arrived[tensor] == Arrival.SUMMED:
                 sums.append((tensor, first))
-            pieces.append((unit.home.gradient_buffer, tensor.gradient_offset_bytes, raw))
+            pieces.append((buffer, tensor.gradient_offset_bytes, raw))
         unit.gradient_event = self.outbox.send(unit, pieces, after=unit.gradients_read_event)
+        if on_nvme is not None:
+            on_nvme.arrived(unit.gradient_event, stays=not sums)
         self._fold(unit, sums)
 
     def _make_room(self, unit: Unit, gradients: Gradients) -> None:
@@ -97,12 +103,17 @@ class GradientSink:
             return
         arrival = unit.gradient_event
         last = self.last_micro_batch
+        used_up = Arrival.WHOLE not in unit.arrived.values()
 
         def fold() -> None:
             arrival.synchronize()
-            with self._streams.span(f"accumulate {unit.name}", Resource.WORKER):
-                for tensor, first in sums:
-                    self._add_up(unit, tensor, first=first, last=last)
+            home = unit.home
+            with home.gradients_in_memory(), home.sums_in_memory(changes=True):
+                with self._streams.span(f"accumulate {unit.name}", Resource.WORKER):
+                    for tensor, first in sums:
+                        self._add_up(unit, tensor, first=first, last=last)
+            if used_up:
+                home.drop_gradients()
 
         unit.fold_ticket = self._worker.submit(fold, f"gradient accumulation of {unit.name}")
 
@@ -129,9 +140,11 @@ class GradientSink:
         Everything must be at rest: transfers, and the update thread.
         """
         whole = [tensor for tensor, arrival in unit.arrived.items() if arrival == Arrival.WHOLE]
-        for tensor in whole:
-            unit.arrived[tensor] = Arrival.SUMMED
-            accumulate(unit.home.accumulated(tensor), unit.home.gradient(tensor), first=True)
+        if whole:
+            with unit.home.gradients_in_memory(), unit.home.sums_in_memory(changes=True):
+                for tensor in whole:
+                    unit.arrived[tensor] = Arrival.SUMMED
+                    accumulate(unit.home.accumulated(tensor), unit.home.gradient(tensor), first=True)
         unit.home.drop_gradients()
 
     def complete_norms(self, units: list[Unit]) -> None:
@@ -140,9 +153,11 @@ class GradientSink:
             if unit.fold_ticket is not None:
                 unit.fold_ticket.wait()
                 unit.fold_ticket = None
-            for tensor, arrival in unit.arrived.items():
-                if arrival == Arrival.SUMMED and not self._norm.has(tensor):
-                    self._norm.add(tensor, unit.home.accumulated(tensor))
+            late = [t for t, arrival in unit.arrived.items() if arrival == Arrival.SUMMED and not self._norm.has(t)]
+            if late:
+                with unit.home.sums_in_memory(changes=False):
+                    for tensor in late:
+                        self._norm.add(tensor, unit.home.accumulated(tensor))
 
 
 def in_storage_order(tensor: UnitTensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from lazytrain_plugin.kernels.state8 import dequantize_moment, quantize_moment
 from lazytrain_plugin.plan.result import UnitPlan
 from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
+from lazytrain_plugin.runtime.nvme.gradients import NvmeGradients
 from lazytrain_plugin.runtime.nvme.states import NvmeStates
 from lazytrain_plugin.runtime.nvme.stores import NvmeStores
 from lazytrain_plugin.runtime.nvme.weights import NvmeWeights
@@ -27,8 +28,8 @@ class UnitHome:
     Weights rest on the GPU (`gpu_weights`) or in host memory (`host_weights`); a GPU-resident unit with a CPU
     updater has both, the host copy being what the update kernel works on. States and gradients are on the
     updater's side, or in host memory from where they pass the GPU for their update. Moments exist only for `native`
-    updates; the generic path keeps its own states. States on NVMe are in memory within `states_in_memory` only; their
-    gradients rest in host memory.
+    updates; the generic path keeps its own states. States on NVMe are in memory within `states_in_memory` only;
+    gradients there within `gradients_in_memory`, and sums over micro-batches within `sums_in_memory`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class UnitHome:
         self.remainder: torch.Tensor | None = None
         self.moments: dict[str, torch.Tensor] = {}
         self.nvme_states: NvmeStates | None = None
+        self.nvme_gradients: NvmeGradients | None = None
         if trained:
             self._allocate_states(pin, nvme)
         self.views = {tensor: tensor.shaped(self._resting_place(tensor)) for tensor in layout.tensors}
@@ -76,7 +78,10 @@ class UnitHome:
         return self.host_buffer.tensor(tensor.dtype, tensor.weight_offset_bytes, tensor.numel)
 
     def _allocate_states(self, pin: bool, nvme: NvmeStores | None) -> None:
-        if not self.states_on_gpu:
+        if self.plan.gradient_tier == Tier.NVME:
+            layout = self.layout
+            self.nvme_gradients = nvme.gradients(layout.gradient_bytes, layout.state_numel, name=self.plan.name)
+        elif not self.states_on_gpu:
             self.gradient_buffer = HostBuffer(self.layout.gradient_bytes, pin=pin)
             self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, self.layout.gradient_bytes)
         flats = state_flats(self.layout, self.plan, native=self.native)
@@ -109,6 +114,31 @@ class UnitHome:
                 yield
             finally:
                 self._hold_states(self.nvme_states.tensors if self.nvme_states.num_users > 1 else {})
+
+    @contextmanager
+    def gradients_in_memory(self) -> Iterator[None]:
+        """Within: `gradient` works, wherever they rest; those under way must have arrived. Raises StorageError."""
+        if self.nvme_gradients is None:
+            yield
+            return
+        with self.nvme_gradients.in_memory() as self._host_gradients:
+            try:
+                yield
+            finally:
+                self._host_gradients = None
+
+    @contextmanager
+    def sums_in_memory(self, *, changes: bool) -> Iterator[None]:
+        """Within: `accumulated` works, wherever the sums rest. Raises StorageError."""
+        if self.nvme_gradients is None:
+            yield
+            return
+        with self.nvme_gradients.sums.in_memory(changes=changes):
+            self.accumulator = self.nvme_gradients.sums.tensors[ACCUMULATOR]
+            try:
+                yield
+            finally:
+                self.accumulator = None
 
     def _state(self, key: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
         if self.states_on_gpu:
@@ -151,8 +181,10 @@ class UnitHome:
         self._gpu_gradients[tensor] = gradient
 
     def drop_gradients(self) -> None:
-        """The gradients that rested on the GPU have been used (or are not going to be)."""
+        """The gradients that rested on the GPU or on NVMe have been used (or are not going to be)."""
         self._gpu_gradients.clear()
+        if self.nvme_gradients is not None:
+            self.nvme_gradients.forget()
 
     def accumulated(self, tensor: UnitTensor) -> torch.Tensor:
         """The fp32 sum over micro-batches, 1-D [numel]; its memory is made at first use."""
@@ -269,6 +301,13 @@ class UnitHome:
             for key, values in self.moments.items():
                 values.copy_(other.moments[key])
 
+    def take_sums(self, other: UnitHome, tensors: Collection[UnitTensor]) -> None:
+        """Takes over sums over micro-batches."""
+        if tensors:
+            with self.sums_in_memory(changes=True), other.sums_in_memory(changes=False):
+                for tensor in tensors:
+                    self.accumulated(tensor).copy_(other.accumulated(tensor))
+
     def for_each_host_buffer(self, action: Callable[[HostBuffer], None]) -> None:
         for buffer in (self.host_buffer, self.gradient_buffer, *self.state_buffers.values()):
             if isinstance(buffer, HostBuffer):  # not a mapped file
@@ -277,7 +316,7 @@ class UnitHome:
     def release(self) -> None:
         """Gives page locks and disk space back. Views that the model still holds stay readable."""
         self.for_each_host_buffer(HostBuffer.unpin)
-        for stored in (self.nvme_states, self.nvme_weights):
+        for stored in (self.nvme_states, self.nvme_gradients, self.nvme_weights):
             if stored is not None:
                 stored.close()
 

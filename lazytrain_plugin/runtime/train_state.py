@@ -10,6 +10,7 @@ from lazytrain_plugin.runtime.state import ParamRecord, StateValue
 from lazytrain_plugin.runtime.state_layout import MOMENTS
 from lazytrain_plugin.runtime.streams import Trace
 from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.update import gradient_of
 
 
 class ExecutorState:
@@ -78,8 +79,11 @@ class ExecutorState:
             return None
         if unit.fold_ticket is not None:
             unit.fold_ticket.wait()
-        values = unit.home.gradient(tensor) if arrival == Arrival.WHOLE else unit.home.accumulated(tensor)
-        return logical_order(tensor, values)
+        home = unit.home
+        with home.gradients_in_memory() if arrival == Arrival.WHOLE else home.sums_in_memory(changes=False):
+            values = logical_order(tensor, gradient_of(unit, tensor, arrival))
+            # What comes from NVMe is in memory that is someone else's next.
+            return values.clone() if home.nvme_gradients is not None else values
 
     def flush(self) -> None:
         self.executor.flush()

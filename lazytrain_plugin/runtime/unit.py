@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.pending import mark_pending, settle
@@ -17,15 +17,6 @@ from lazytrain_plugin.runtime.worker import Ticket
 
 if TYPE_CHECKING:
     from lazytrain_plugin.runtime.streamed_updates import StreamedUpdate
-
-
-class Arrival(Enum):
-    """What a tensor's gradient memory holds in this window."""
-
-    WHOLE = "whole"
-    """One gradient, in the weight's dtype, where it arrived."""
-    SUMMED = "summed"
-    """A sum in the fp32 accumulator."""
 
 
 class Unit:

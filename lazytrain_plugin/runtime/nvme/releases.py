@@ -21,12 +21,14 @@ class Releases:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def after(self, event, staging: Staging, buffer: StagingBuffer, *, changed: bool = False) -> None:
-        """Ends an `acquire` once `event` has happened; what is `changed` starts its way to the disk then."""
+    def after(
+        self, event, staging: Staging, buffer: StagingBuffer, *, changed: bool = False, write: bool = True
+    ) -> None:
+        """Ends an `acquire` once `event` has happened, as `Staging.release` does."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._queue.put((event, staging, buffer, changed))
+        self._queue.put((event, staging, buffer, changed, write))
 
     def wait(self) -> None:
         """Returns when all that was given so far is released. Raises StorageError for what failed."""
@@ -53,13 +55,13 @@ class Releases:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            event, staging, buffer, changed = item
+            event, staging, buffer, changed, write = item
             try:
                 event.synchronize()
             except BaseException as error:
                 self._failure, changed = self._failure or error, False
             try:
-                staging.release(buffer, changed=changed, write=True)
+                staging.release(buffer, changed=changed, write=write)
             except BaseException as error:
                 self._failure = self._failure or error
             del item, event, staging, buffer

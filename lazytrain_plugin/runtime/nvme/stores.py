@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.runtime.arrival import Arrival
+from lazytrain_plugin.runtime.nvme.gradients import GradientStaging, NvmeGradients
 from lazytrain_plugin.runtime.nvme.region import padded
 from lazytrain_plugin.runtime.nvme.staging import Staging
 from lazytrain_plugin.runtime.nvme.states import NvmeStates, lay_out_parts
@@ -20,6 +22,7 @@ from lazytrain_plugin.vocab import Tier
 if TYPE_CHECKING:
     import torch
 
+    from lazytrain_plugin.runtime.layout import UnitTensor
     from lazytrain_plugin.runtime.unit import Unit
 
 
@@ -38,7 +41,8 @@ class NvmeStores:
         self._pin = pin
         self._staging: Staging | None = None
         self._weights: WeightStaging | None = None
-        self._before: list[Staging | WeightStaging | None] = []
+        self._gradients: GradientStaging | None = None
+        self._before: list[Staging | WeightStaging | GradientStaging | None] = []
         self._num_slots = 0
         self._to_warm: deque[NvmeWeights] = deque()
         self._warming = threading.Lock()
@@ -49,7 +53,7 @@ class NvmeStores:
         Raises:
             PlanMismatchError: the plan wants something on NVMe that can't rest there.
         """
-        largest_bytes = largest_weight_bytes = 0
+        largest_bytes = largest_weight_bytes = largest_gradient_bytes = largest_sum_bytes = 0
         for unit in units:
             unit_plan = plan.unit(unit.name)
             activations = (unit_plan.boundary, unit_plan.saved) if unit.module is not None else ()
@@ -58,14 +62,21 @@ class NvmeStores:
             if unit_plan.states == Tier.NVME and unit.trained:
                 flats = state_flats(unit.layout, unit_plan, native=self._native)
                 largest_bytes = max(largest_bytes, lay_out_parts(flats)[1])
+            if unit_plan.gradient_tier == Tier.NVME and unit.trained:
+                largest_gradient_bytes = max(largest_gradient_bytes, padded(unit.layout.gradient_bytes))
+                largest_sum_bytes = max(largest_sum_bytes, padded(unit.layout.state_numel * 4))
             if unit_plan.weights == Tier.NVME:
                 largest_weight_bytes = max(largest_weight_bytes, padded(unit.layout.weight_bytes))
-        if self._staging is not None:
-            self._staging.drain()
-        self._before = [self._staging, self._weights]
+        for staging in (self._staging, self._gradients):
+            if staging is not None:
+                staging.drain()
+        self._before = [self._staging, self._weights, self._gradients]
         self._num_slots = plan.nvme_slots
-        # Updates read and write host memory: nothing here goes on to a GPU, so nothing is page-locked.
+        # Updates read and write host memory: their states never go on to a GPU, so they are not page-locked.
         self._staging = Staging(plan.nvme_slots, largest_bytes, pin=False) if largest_bytes else None
+        self._gradients = None
+        if largest_gradient_bytes:
+            self._gradients = GradientStaging(plan.nvme_slots, largest_gradient_bytes, largest_sum_bytes, pin=self._pin)
         self._weights = None
         if largest_weight_bytes:
             self._weights = WeightStaging(plan.nvme_slots, largest_weight_bytes, pin=self._pin)
@@ -75,10 +86,6 @@ class NvmeStores:
             raise PlanMismatchError(
                 f'{unit_plan.name}: the plan uses NVMe, but no folder is named for it; set "nvme_path" in the '
                 '"lazytrain" block, or plan again without'
-            )
-        if unit_plan.gradients == Tier.NVME:
-            raise PlanMismatchError(
-                f"{unit_plan.name}: gradients on NVMe are not supported; put them on the CPU (gradients: null)"
             )
         if unit_plan.states == Tier.NVME and not self._native:
             raise PlanMismatchError(
@@ -94,11 +101,17 @@ class NvmeStores:
         """Makes room for one unit's weights. Raises StorageError if there is none."""
         return NvmeWeights(self.tier, self._weights, nbytes, what=what)
 
+    def gradients(self, gradient_bytes: int, sum_numel: int, *, name: str) -> NvmeGradients:
+        """Makes room for one unit's gradients. Raises StorageError if there is none."""
+        return NvmeGradients(self.tier, self._gradients, gradient_bytes, sum_numel, name=name)
+
     def end(self, units: Iterable[Unit]) -> None:
         """After everything moved to the new plan's homes."""
         for unit in units:
             if unit.home.nvme_states is not None:
                 unit.home.nvme_states.staging = self._staging
+            if unit.home.nvme_gradients is not None:
+                unit.home.nvme_gradients.staging = self._gradients
             if unit.home.nvme_weights is not None:
                 unit.home.nvme_weights.staging = self._weights
         self._close_before()
@@ -109,11 +122,16 @@ class NvmeStores:
                 staging.close()
         self._before = []
 
-    def read_ahead(self, units: Iterable[Unit]) -> None:
-        """Updates follow in this order: their states come in as far as there are buffers."""
-        units = list(units)
+    def read_ahead(self, arrivals: dict[Unit, dict[UnitTensor, Arrival]]) -> None:
+        """Updates follow in this order: states and gradients come in as far as there are buffers."""
+        units = list(arrivals)
         if self._staging is not None:
             self._staging.read_ahead([u.home.nvme_states for u in units if u.home.nvme_states is not None])
+        if self._gradients is not None:
+            on_nvme = [u for u in units if u.home.nvme_gradients is not None]
+            for staging, kind in ((self._gradients.arrivals, Arrival.WHOLE), (self._gradients.sums, Arrival.SUMMED)):
+                found = [u.home.nvme_gradients for u in on_nvme if kind in arrivals[u].values()]
+                staging.read_ahead(found if kind == Arrival.WHOLE else [gradients.sums for gradients in found])
         with self._warming:
             self._to_warm = deque(u.home.nvme_weights for u in units if u.home.nvme_weights is not None)
             self._warm()
@@ -150,6 +168,6 @@ class NvmeStores:
         """Ends the I/O threads, and removes the folders."""
         if self.tier is not None:
             self.tier.close()
-        self._before += [self._staging, self._weights]
-        self._staging = self._weights = None
+        self._before += [self._staging, self._weights, self._gradients]
+        self._staging = self._weights = self._gradients = None
         self._close_before()

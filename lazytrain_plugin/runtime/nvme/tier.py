@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class NvmeTier:
         self._slow_after_s = slow_after_s
         self._regions: list[Region] = []
         self._num_mapped = 0
+        self._lock = threading.Lock()
+        """Regions are made by the thread that runs the model and by the update thread."""
 
     @property
     def engine(self) -> IoEngine:
@@ -69,6 +72,10 @@ class NvmeTier:
         Raises:
             StorageError: more than `limit_bytes`, or than a disk has.
         """
+        with self._lock:
+            return self._region(nbytes, what=what, direct=direct)
+
+    def _region(self, nbytes: int, *, what: str, direct: bool) -> Region:
         need_bytes = padded(nbytes)
         if self.limit_bytes is not None and self.used_bytes + need_bytes > self.limit_bytes:
             raise StorageError(
@@ -92,9 +99,10 @@ class NvmeTier:
             try:
                 region.wait()
             finally:
-                self._regions.remove(region)
-                self.used_bytes -= region.padded_bytes
-                region.close()
+                with self._lock:
+                    self._regions.remove(region)
+                    self.used_bytes -= region.padded_bytes
+                    region.close()
 
     def free_bytes(self) -> int:
         """Bytes that may still be placed: the smaller of the limit's and the file systems' rest."""

@@ -195,15 +195,13 @@ def test_a_checkpoint_passes_through(disk, tmp_path, state_bits, direction):
     straight.close()
 
 
-@pytest.mark.parametrize("problem", ["no folder", "no folder for activations", "gradients", "own optimizer"])
+@pytest.mark.parametrize("problem", ["no folder", "no folder for activations", "own optimizer"])
 def test_what_cannot_rest_there_is_refused_with_the_remedy(disk, problem):
     model = make_model(2)
     plan = on_nvme(plan_for(model))
-    if problem == "gradients":
-        plan = plan.with_units(gradients=Tier.NVME)
     if problem == "no folder for activations":
         plan = plan_for(model).with_units(boundary=Tier.NVME)
-    says = {"gradients": "put them on the CPU", "own optimizer": "native"}.get(problem, "nvme_path")
+    says = "native" if problem == "own optimizer" else "nvme_path"
     tier = None if "no folder" in problem else NvmeTier([disk])
     with pytest.raises(PlanMismatchError, match=says):
         make_executor(model, plan, native=problem != "own optimizer", nvme=tier)

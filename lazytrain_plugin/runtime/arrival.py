@@ -1,0 +1,12 @@
+"""`Arrival`: what has become of a tensor's gradient in a window (between two optimizer steps)."""
+
+from enum import Enum
+
+
+class Arrival(Enum):
+    """What a tensor's gradient memory holds in this window."""
+
+    WHOLE = "whole"
+    """One gradient, in the weight's dtype, where it arrived."""
+    SUMMED = "summed"
+    """A sum in the fp32 accumulator."""
