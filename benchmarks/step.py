@@ -64,6 +64,15 @@ def parse_arguments() -> argparse.Namespace:
         help="plan by hand: what --keep-units units save",
     )
     parser.add_argument("--activations-cpu", type=int, help="plan by hand: of them, units that save in host memory")
+    parser.add_argument(
+        "--saved-bits", type=int, choices=(4, 5, 6, 8, 16), default=16, help="plan by hand: bits of what they save"
+    )
+    parser.add_argument(
+        "--boundary-bits",
+        type=int,
+        choices=(4, 5, 6, 8, 16),
+        help="plan by hand: bits of the inputs of units that save matmuls or keep; default: --saved-bits",
+    )
     parser.add_argument("--boundary", choices=("gpu", "cpu"), default="gpu", help="plan by hand: where inputs rest")
     parser.add_argument("--weight-slots", type=int, default=3, help="plan by hand: staging buffers for weights")
     parser.add_argument("--gradient-slots", type=int, default=2, help="plan by hand: staging buffers for gradients")
@@ -148,7 +157,7 @@ def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict
 def plan_by_hand(arguments: argparse.Namespace, model):
     from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
     from lazytrain_plugin.runtime.discovery import discover
-    from lazytrain_plugin.vocab import Activations, Tier, Updater
+    from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
     found = discover(model)
     num_units = len(found.units)
@@ -165,6 +174,8 @@ def plan_by_hand(arguments: argparse.Namespace, model):
 
     def unit(name, weights: Tier, kind: str, activations=Activations.RECOMPUTE, saved=Tier.GPU) -> UnitPlan:
         states, updater = kinds[kind]
+        saves = activations != Activations.RECOMPUTE
+        boundary_bits = arguments.saved_bits if arguments.boundary_bits is None else arguments.boundary_bits
         return UnitPlan(
             name=name,
             weights=weights,
@@ -174,6 +185,8 @@ def plan_by_hand(arguments: argparse.Namespace, model):
             activations=activations,
             boundary=Tier(arguments.boundary),
             saved=saved,
+            saved_bits=arguments.saved_bits if saves else 16,
+            boundary_bits=boundary_bits if activations in (Activations.MATMULS, Activations.KEEP) else 16,
             reason="by hand",
         )
 
@@ -196,6 +209,7 @@ def plan_by_hand(arguments: argparse.Namespace, model):
         gradient_slots=arguments.gradient_slots,
         state_slots=arguments.state_slots,
         activation_slots=arguments.activation_slots,
+        fidelity=Fidelity.COMPACT if min(arguments.saved_bits, arguments.boundary_bits or 16) < 16 else Fidelity.EXACT,
     )
 
 

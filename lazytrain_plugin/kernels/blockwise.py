@@ -165,14 +165,40 @@ def zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, format: str, 
     return quantized
 
 
-def quantize(x: torch.Tensor, format: str, *, noise_key: int | None = None) -> QuantizedTensor:
+def over_memory(
+    memory: torch.Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, format: str
+) -> QuantizedTensor:
+    """A tensor in a low-bit `format` whose codes, then scales, lie in `memory` (uint8 [storage_bytes], contiguous).
+
+    Raises KernelError for bf16, and when the memory has another size.
+    """
+    form, shape = block_format(format), torch.Size(shape)
+    if form.bits == 16 or memory.dtype != torch.uint8 or memory.numel() != form.storage_bytes(shape.numel()):
+        raise KernelError(
+            f"{memory.numel()} elements of {memory.dtype} can't hold {tuple(shape)} in {format}. "
+            "Use a low-bit format and uint8 memory of its storage_bytes."
+        )
+    blocks = num_blocks(shape.numel())
+    codes, scales = memory.split([blocks * form.block_bytes, 2 * blocks])
+    return QuantizedTensor(codes.view(blocks, form.block_bytes), scales.view(torch.bfloat16), shape, dtype, form)
+
+
+def quantize(
+    x: torch.Tensor, format: str, *, noise_key: int | None = None, out: QuantizedTensor | None = None
+) -> QuantizedTensor:
     """`x` (bf16, fp16 or fp32, any shape) in `format`; nearest, or with `noise_key` stochastic (int formats only).
 
-    Raises KernelError for other dtypes and for noise where there is none.
+    `out`: a tensor of that shape, dtype, format and device to write to. Raises KernelError for other dtypes, for noise
+    where there is none, and when `out` doesn't fit.
     """
     form = block_format(format)
     _check_source(x, form, noise_key)
-    quantized = empty(x.shape, x.dtype, format, x.device)
+    quantized = out or empty(x.shape, x.dtype, format, x.device)
+    if (quantized.shape, quantized.dtype, quantized.format) != (x.shape, x.dtype, form):
+        raise KernelError(
+            f"Can't quantize {tuple(x.shape)} of {x.dtype} to {format} into memory for {tuple(quantized.shape)} of "
+            f"{quantized.dtype} in {quantized.format.name}."
+        )
     flat = x.reshape(-1)
     if form.bits == 16:
         quantized.codes.copy_(flat)

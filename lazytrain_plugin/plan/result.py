@@ -10,6 +10,7 @@ from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
 SCHEMA_VERSION = 2
+ACTIVATION_BITS = (16, 8, 6, 5, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,26 @@ class UnitPlan:
     """Where the unit's input rests between forward and backward. Ignored for stem units."""
     saved: Tier = Tier.GPU
     """Where what `activations` saves rests. Ignored for stem units and where nothing is saved."""
+    saved_bits: int = 16
+    """Bits of a value that `activations` saves outside of attention: 16 (as it is), 8, 6, 5 or 4 (in blocks of 128)."""
+    boundary_bits: int = 16
+    """The same for the unit's input; below 16 for the strategies that save matrix products only (matmuls, keep)."""
     reason: str = ""
     """One sentence: why this placement."""
 
     def __post_init__(self) -> None:
         if self.state_bits not in (8, 32):
             raise PlanMismatchError(f"{self.name}: state_bits is {self.state_bits}; the formats are 32 and 8")
+        if not {self.saved_bits, self.boundary_bits} <= set(ACTIVATION_BITS):
+            raise PlanMismatchError(
+                f"{self.name}: activations in {self.saved_bits} and {self.boundary_bits} bits; "
+                f"the formats have {', '.join(map(str, ACTIVATION_BITS))}"
+            )
+        if self.boundary_bits < 16 and self.activations not in (Activations.MATMULS, Activations.KEEP):
+            raise PlanMismatchError(
+                f"{self.name}: an input in {self.boundary_bits} bits with activations {self.activations}: attention "
+                "would be computed again from it, and is never below 16 bits; plan with matmuls or keep"
+            )
         if self.states == Tier.GPU and (self.updater != Updater.GPU or self.weights != Tier.GPU):
             raise PlanMismatchError(
                 f"{self.name}: states rest on the GPU with weights on {self.weights} and the {self.updater} updating; "
@@ -104,6 +119,12 @@ class PlacementPlan:
     def __post_init__(self) -> None:
         if self.weight_slots < 2 or min(self.gradient_slots, self.state_slots, self.activation_slots) < 1:
             raise PlanMismatchError("a plan needs at least 2 weight slots, and 1 slot of each other kind")
+        lossy = next((unit for unit in self.units if min(unit.saved_bits, unit.boundary_bits) < 16), None)
+        if self.fidelity == Fidelity.EXACT and lossy is not None:
+            raise PlanMismatchError(
+                f"{lossy.name}: {min(lossy.saved_bits, lossy.boundary_bits)}-bit activations in a plan of fidelity "
+                '"exact"; plan with "fidelity": "compact" to allow them'
+            )
 
     def unit(self, name: str) -> UnitPlan:
         for candidate in (*self.units, *self.stem):

@@ -208,6 +208,8 @@ class ActivationStore:
         self.tier: ActivationTier = HostTier(streams)
         self.nvme: NvmeActivations | None = None
         """Where the plan's NVMe tier is, if there is one."""
+        self.said: set = set()
+        """What was said about activations in fewer bits; each kind of unit is reported once."""
         self._leaving: deque[tuple[int, list[_Piece]]] = deque()
         self._number = 0
         self._latest: weakref.ReferenceType = _nothing

@@ -12,6 +12,7 @@ edges: its outputs are the next unit's inputs, and its leaves this unit's, so ne
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lazytrain_plugin.runtime.activation_store import Handle, Parcel
+from lazytrain_plugin.runtime.attention_core import AttentionCore
 from lazytrain_plugin.runtime.local_graph import LocalGraph, audit, detached_leaves
+from lazytrain_plugin.runtime.quantized_saves import (
+    ATTENTION,
+    UNSEEN,
+    Codes,
+    Deferred,
+    Encoder,
+    KeptSaves,
+    largest_numel,
+    log_once,
+)
 from lazytrain_plugin.runtime.selective import Recorder, Recording, Replay
 from lazytrain_plugin.runtime.tree import flatten_tensors
 from lazytrain_plugin.vocab import Activations, Tier
@@ -43,7 +55,10 @@ class UnitCall:
         self.boundary, self.saved = plan.boundary, plan.saved
         self.offloads_inputs = plan.boundary != Tier.GPU
         self.offloads_saved = plan.saved != Tier.GPU and plan.activations != Activations.RECOMPUTE
+        self.saved_bits, self.boundary_bits = plan.saved_bits, plan.boundary_bits
+        self.is_coded = min(self.saved_bits, self.boundary_bits) < 16
         self.parcel: Parcel | None = None
+        self.encoder: Encoder | None = None
         self.recording: Recording | None = None
         self.inputs, self.rebuild_inputs = flatten_tensors((args, kwargs))
         self.side_keys = executor.side_outputs.active_keys()
@@ -71,6 +86,12 @@ class UnitCall:
             outputs = [output.detach() for output in outputs]
         if self.parcel is not None:
             self.parcel.send()
+        if self.encoder is not None:
+            encoder, self.encoder = self.encoder, None
+            encoder.close()
+            log_once(
+                self.unit.name, (self.saved_bits, self.boundary_bits), encoder.report, self.executor.activations.said
+            )
         return outputs
 
     def forward_keeping(self, inputs) -> list[torch.Tensor]:
@@ -80,9 +101,19 @@ class UnitCall:
         staying = {_address(tensor) for tensor in inputs if store.can_leave(tensor)} - leaving
         if self.offloads_saved or leaving:
             self.parcel = Parcel(store)
-        self.graph = self.build_graph(inputs, self.pack_away(leaving, staying))
+        pack = self.pack_away(leaving, staying)
+        if self.is_coded:
+            self.encoder = Encoder(store, largest_numel(inputs))
+            recorder, kept = Recorder(self.activations, self.executor.device), KeptSaves(self.encoder)
+            coded = self.pack_coded(kept, {_address(inputs[i]) for i in own}, staying)
+            with recorder:
+                self.graph = self.build_graph(inputs, coded)
+        else:
+            self.graph = self.build_graph(inputs, pack)
         outputs = self.graph.take_outputs()
-        for i in own if leaving else ():
+        if self.is_coded:
+            kept.seal(AttentionCore(outputs, recorder.calls, self.graph.leaves), pack)
+        for i in own if leaving or self.boundary_bits < 16 else ():
             # The leaf is the end of an edge, nothing more: its values are in the parcel, or in nobody's need.
             self.graph.leaves[i].data = self.graph.leaves[i].data.new_empty(0)
         return outputs
@@ -102,9 +133,7 @@ class UnitCall:
         if parcel is None:
             return unit.pack
         can_leave = self.executor.activations.can_leave
-        weights = (*unit.layout.tensors, *(t for part in self.executor.stem for t in part.layout.tensors))
-        staying = staying | {_address(tensor.parameter) for tensor in weights}
-        staying |= {_address(buffer) for buffer in unit.module.buffers()}
+        staying = staying | self.held_anyway()
 
         def pack(tensor: torch.Tensor):
             if can_leave(tensor):
@@ -117,34 +146,83 @@ class UnitCall:
 
         return pack
 
+    def pack_coded(self, kept: KeptSaves, own: set[int], staying: set[int]) -> Callable:
+        """Pack hook that leaves to `kept` in which bits a tensor waits; it must not know this object either."""
+        unit, saved_bits, boundary_bits = self.unit, self.saved_bits, self.boundary_bits
+        send_input = self.sending(self.boundary) if self.offloads_inputs else None
+        send_saved = self.sending(self.saved) if self.offloads_saved else None
+        staying = (staying | self.held_anyway()) - own
+
+        def pack(tensor: torch.Tensor):
+            address = _address(tensor)
+            if address in own:
+                return kept.defer(tensor, boundary_bits, send_input)
+            return unit.pack(tensor) if address in staying else kept.defer(tensor, saved_bits, send_saved)
+
+        return pack
+
+    def sending(self, tier: Tier) -> Callable | None:
+        """What packs a tensor for a tier; None without a parcel."""
+        return functools.partial(self.parcel.pack, tier=tier) if self.parcel is not None else None
+
+    def held_anyway(self) -> set[int]:
+        """Addresses of weights and buffers."""
+        weights = (*self.unit.layout.tensors, *(t for part in self.executor.stem for t in part.layout.tensors))
+        addresses = {_address(tensor.parameter) for tensor in weights}
+        return addresses | {_address(buffer) for buffer in self.unit.module.buffers()}
+
     def forward_dropping(self, inputs) -> list[torch.Tensor]:
         recorder = Recorder(self.activations, self.executor.device)
         # With grad, but saving nothing: without grad torch may pick other kernels (fused attention with a
         # learned bias), and the recompute would not repeat the same bits.
         with torch.enable_grad(), saved_tensors_hooks(recorder.drop, _refuse_dropped):
-            args, kwargs = self.rebuild_inputs(detached_leaves(inputs))
+            leaves = detached_leaves(inputs)
+            args, kwargs = self.rebuild_inputs(leaves)
             with recorder:
                 outputs = self.call_unit(args, kwargs)
         self.recording = recorder.finish(outputs, self.unit.module)
+        store = self.executor.activations
         if self.offloads_saved:
-            store = self.executor.activations
-            self.parcel = parcel = self.parcel or Parcel(store)
-            self.recording.exchange(lambda x: parcel.pack(x, self.saved) if store.can_leave(x) else x)
+            self.parcel = self.parcel or Parcel(store)
+        if self.saved_bits < 16:
+            self.encoder = self.encoder or Encoder(store, largest_numel(inputs))
+            core = AttentionCore(outputs, self.recording.calls, leaves)
+        send = self.sending(self.saved) if self.offloads_saved else None
+
+        def change(tensor, call):
+            if self.saved_bits < 16:
+                reason = ATTENTION if core.holds_output(call) else None if core.is_product(call) else UNSEEN
+                codes = self.encoder.encode(tensor, self.saved_bits, send, exact_because=reason)
+                if codes is not None:
+                    return codes
+            return send(tensor) if send is not None and store.can_leave(tensor) else tensor
+
+        if self.saved_bits < 16 or self.offloads_saved:
+            self.recording.exchange(change)
         return outputs
 
     def put_away_inputs(self, inputs) -> list[torch.Tensor]:
         """Starts the inputs' way off the device while the unit computes; returns what stays, for autograd to save."""
-        own = self.executor.activations.own_inputs(inputs) if self.offloads_inputs else ()
-        if own:
+        changes = self.offloads_inputs or self.boundary_bits < 16
+        own = self.executor.activations.own_inputs(inputs) if changes else ()
+        if own and self.offloads_inputs:
             self.parcel = Parcel(self.executor.activations)
-        self.sent = [self.parcel.pack(tensor, self.boundary) if i in own else None for i, tensor in enumerate(inputs)]
-        if own:
+        send = self.sending(self.boundary) if self.parcel is not None else None
+        self.sent = [None] * len(inputs)
+        if self.boundary_bits < 16:
+            self.encoder = Encoder(self.executor.activations, largest_numel(inputs))
+            for i in own:
+                self.sent[i] = self.encoder.encode(inputs[i], self.boundary_bits, send)
+        for i in own if send is not None else ():
+            self.sent[i] = self.sent[i] or send(inputs[i])
+        if self.parcel is not None:
             self.parcel.send()
         return [tensor for tensor, handle in zip(inputs, self.sent, strict=True) if handle is None]
 
     def bring_back_inputs(self, stayed) -> list[torch.Tensor]:
         stayed = iter(stayed)
-        return [next(stayed) if handle is None else self.parcel.unpack(handle).requires_grad_() for handle in self.sent]
+        restore = _unpack_with(self.unit, self.parcel)
+        return [next(stayed) if handle is None else restore(handle).requires_grad_() for handle in self.sent]
 
     def call_unit(self, args, kwargs) -> list[torch.Tensor]:
         with self.executor.side_outputs.collecting(self.side_keys) as captured:
@@ -194,8 +272,7 @@ class UnitCall:
         return [by_leaf.get(position) for position in range(num_inputs)]
 
     def recompute(self, inputs, retain: bool) -> LocalGraph:
-        restore = self.parcel.unpack if self.parcel is not None else None
-        replay = Replay(self.recording, self.unit.name, restore, keep=retain)
+        replay = Replay(self.recording, self.unit.name, _unpack_with(self.unit, self.parcel), keep=retain)
 
         def pack(tensor: torch.Tensor):
             replay.count_pack()
@@ -230,7 +307,14 @@ class _UnitNode(torch.autograd.Function):
 
 
 def _unpack_with(unit: Unit, parcel: Parcel | None) -> Callable:
-    return lambda packed: parcel.unpack(packed) if isinstance(packed, Handle) else unit.unpack(packed)
+    def unpack(packed) -> torch.Tensor:
+        if isinstance(packed, Deferred):
+            packed = packed.packed
+        if isinstance(packed, Codes):
+            return packed.decode(parcel)
+        return parcel.unpack(packed) if isinstance(packed, Handle) else unit.unpack(packed)
+
+    return unpack
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lazytrain_plugin.profile.operator_kinds import OperatorKind, operator_kind, saves
 from lazytrain_plugin.runtime.activation_store import Handle
+from lazytrain_plugin.runtime.quantized_saves import Codes
 from lazytrain_plugin.vocab import Activations
 
 _OWN_NODE = re.compile(r"\w+Backward\d+")
@@ -66,12 +67,12 @@ class Recording:
     def __init__(self, calls: list[_Call]) -> None:
         self.calls = calls
 
-    def exchange(self, change: Callable[[torch.Tensor], torch.Tensor | Handle]) -> None:
-        """Replaces saved tensors by what `change` returns; `Replay`'s `restore` turns handles back."""
+    def exchange(self, change: Callable[[torch.Tensor, _Call], torch.Tensor | Handle | Codes]) -> None:
+        """Replaces saved tensors by what `change` returns; `Replay`'s `restore` turns what is no tensor back."""
         for call in self.calls:
             for i, output in enumerate(call.outputs or ()):
-                if isinstance(output, torch.Tensor):
-                    call.outputs[i] = change(output)
+                if isinstance(output, torch.Tensor) and output._version == call.versions[i]:
+                    call.outputs[i] = change(output, call)
                     if call.outputs[i] is not output:
                         call.versions[i] = None
 
@@ -104,6 +105,11 @@ class Recorder(_Mode):
         self._packs = 0
         self._needed = 0
         """Calls before this one have an output that backward may need."""
+
+    @property
+    def calls(self) -> list[_Call]:
+        """Every call so far of an operator that may be saved."""
+        return self._calls
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Pack hook of the forward: nothing is kept, but a value is needed here."""
@@ -201,12 +207,12 @@ class Replay(_Mode):
 
     Args:
         name: the unit's, for errors.
-        restore: turns the handles that `Recording.exchange` left into tensors.
+        restore: turns what `Recording.exchange` left into tensors.
         keep: the recording is going to be replayed again.
     """
 
     def __init__(
-        self, recording: Recording, name: str, restore: Callable[[Handle], torch.Tensor] | None, *, keep: bool
+        self, recording: Recording, name: str, restore: Callable[[Handle | Codes], torch.Tensor], *, keep: bool
     ) -> None:
         super().__init__()
         self._calls = iter(recording.calls)
@@ -253,7 +259,7 @@ class Replay(_Mode):
         return tree_unflatten([self._given(call, i, x, versions) for i, x in enumerate(outputs)], call.structure)
 
     def _given(self, call: _Call, i: int, saved, versions: list[int | None]):
-        tensor = self._restore(saved) if isinstance(saved, Handle) else saved
+        tensor = self._restore(saved) if isinstance(saved, Handle | Codes) else saved
         if not isinstance(tensor, torch.Tensor):
             return tensor
         if versions[i] is not None and tensor._version != versions[i]:
