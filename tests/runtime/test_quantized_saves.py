@@ -16,7 +16,7 @@ from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime import activation_store, quantized_saves
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier
 from tests.runtime.rig import DEVICES, HIDDEN, Model, assert_same_weights, batches, make_executor, plan_for, train
-from tests.runtime.test_saving import HEADS, Layer, layered
+from tests.runtime.test_saving import HEAD_DIM, Layer, layered
 
 devices = pytest.mark.parametrize("device", DEVICES)
 strategies = pytest.mark.parametrize("activations", [Activations.MATMULS, Activations.KEEP])
@@ -105,11 +105,11 @@ class Normed(Layer):
 
     def __init__(self, hidden: int = HIDDEN, written_out: bool = False) -> None:
         super().__init__(hidden)
-        self.q_norm = nn.RMSNorm(hidden // HEADS)
+        self.q_norm = nn.RMSNorm(HEAD_DIM)
         self.written_out = written_out
 
     def attend(self, x):
-        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for f in (self.q, self.k, self.v))
         q, k = Rotation.apply(self.q_norm(q)), Rotation.apply(self.q_norm(k))
         if self.written_out:
             y = torch.softmax(q @ k.transpose(2, 3), -1) @ v
@@ -165,7 +165,7 @@ class Adapted(Layer):
     def attend(self, x):
         q, k, v = (f(x) for f in (self.q, self.k, self.v))
         q = q + 2 * self.adapter_b(self.adapter_a(x))
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
+        q, k, v = (y.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for y in (q, k, v))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))
 
