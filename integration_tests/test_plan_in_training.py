@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,8 @@ from integration_tests import harness, models
 from integration_tests.cases import Placement, Work
 from integration_tests.harness import InOrderTrainer, assert_bit_equal, fresh_accelerate_state, make_plan
 from integration_tests.loops import make_trainer
-from lazytrain_plugin.integration import planning
+from lazytrain_plugin.config.schema import LazyTrainConfig
+from lazytrain_plugin.integration import planning, training_request
 from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.planning import Planner
 from lazytrain_plugin.plan.explain_measured import planned_events
@@ -28,7 +28,7 @@ WORK = Work(model="llama", implementation="native", accumulation=2, max_norm=0.5
 
 @pytest.fixture(autouse=True)
 def cache_of_this_test(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def run(folder, device, block=None, **options):
@@ -90,7 +90,7 @@ def made(monkeypatch, *, adapt=True, native=True):
         model_profile=builders.model(4), _measured_hardware=hardware, hardware=hardware, _state_bits=32,
         _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, request=None,
         _native=native,
-        _config=SimpleNamespace(gpu_memory_gib=1.1, cpu_memory_gib=None, fidelity="exact"),
+        _config=LazyTrainConfig(gpu_memory_gib=1.1),
         _cache=planning.PlanCache(),
     )  # fmt: skip
     return planner, planner._plan(512)
@@ -98,7 +98,7 @@ def made(monkeypatch, *, adapt=True, native=True):
 
 @pytest.mark.parametrize("native", [True, False])
 def test_states_are_streamed_for_the_native_kernels_only(monkeypatch, native):
-    monkeypatch.setattr(planning, "RUNTIME_CAPABILITIES", replace(RUNTIME_CAPABILITIES, streamed_states=True))
+    monkeypatch.setattr(training_request, "RUNTIME_CAPABILITIES", replace(RUNTIME_CAPABILITIES, streamed_states=True))
     planner, plan = made(monkeypatch, native=native)
     assert planner.request.capabilities.streamed_states == native
     assert native or not any(unit.streams_states for unit in (*plan.units, *plan.stem))

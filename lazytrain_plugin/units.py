@@ -16,3 +16,8 @@ def format_bytes(num_bytes: float) -> str:
 def align_up(value: int, alignment: int) -> int:
     """Smallest multiple of `alignment` that is not below `value`."""
     return -(-value // alignment) * alignment
+
+
+def gib_to_bytes(gib: float | None) -> int | None:
+    """Bytes of a size in GiB; None stays None."""
+    return None if gib is None else int(gib * GIB)

@@ -143,7 +143,9 @@ class PlanConfig:
         Rule(kind="bool"),
     )
     cache: bool = option(
-        "keep plans and measured rates in ~/.cache/lazytrain for the next run", True, Rule(kind="bool")
+        "keep plans and measured rates in $XDG_CACHE_HOME/lazytrain (~/.cache/lazytrain) for the next run",
+        True,
+        Rule(kind="bool"),
     )
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -166,9 +165,9 @@ def profile_command(
         else:
             profile = load_hardware(THIS_MACHINE)
             if nvme_path is not None:
-                from lazytrain_plugin.integration.measure_nvme import measure_nvme
+                from lazytrain_plugin.integration.measure_nvme import nvme_fields
 
-                profile = replace(profile, **measure_nvme(nvme_path))
+                profile = replace(profile, **nvme_fields([nvme_path], cached=False))
         if out is not None:
             profile.save(out)
         if as_json:
@@ -185,7 +184,7 @@ def load_hardware(name: str) -> HardwareProfile:
 
     from lazytrain_plugin.profile.measure import measure_hardware
 
-    return measure_hardware("cuda" if torch.cuda.is_available() else "cpu", cache_dir=_cache_dir())
+    return measure_hardware("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_model(model: str, dtype: str, *, sequence_length: int, fused_kernels: bool) -> ModelProfile:
@@ -270,10 +269,6 @@ def _explained_as_json(
     if unit is None:
         return plan.to_json()
     return json.dumps(asdict(find_unit(plan, unit, profile)[0]), indent=1) + "\n"
-
-
-def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lazytrain"
 
 
 def _gib_to_bytes(option: str, gib: float | None) -> int | None:

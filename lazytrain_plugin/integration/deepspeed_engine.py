@@ -22,8 +22,9 @@ from lazytrain_plugin.integration.client_optimizer import make_adam, make_update
 from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
 from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
 from lazytrain_plugin.integration.plan_watch import PlanWatch
-from lazytrain_plugin.integration.planning import Planner, count_tokens, nvme_tier
+from lazytrain_plugin.integration.planning import Planner, count_tokens
 from lazytrain_plugin.integration.step_trace import finish_recording, record_steps
+from lazytrain_plugin.integration.training_request import nvme_tier
 from lazytrain_plugin.integration.watchdog import Watchdog
 from lazytrain_plugin.kernels import native
 from lazytrain_plugin.plan.result import PlacementPlan

@@ -1,4 +1,4 @@
-"""Plans of earlier runs, and what those runs measured, in `~/.cache/lazytrain`."""
+"""Plans of earlier runs, and what those runs measured, in the cache folder (`profile.cache`)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ CACHE_VERSION = 1
 FREE_MEMORY_GRAIN_BYTES = GIB // 4
 """Free memory differs a little from run to run; plans are looked up by what is surely free."""
 
+DISK_GRAIN_BYTES = 16 * GIB
+
 
 class PlanCache:
     """One folder of plans. Wrong, stale and unreadable entries are as good as none; writes are atomic.
 
     Args:
-        folder: None: `~/.cache/lazytrain`.
+        folder: None: `default_cache_dir()`.
         enabled: False: finds nothing and keeps nothing.
     """
 
@@ -76,6 +78,8 @@ class PlanCache:
             hardware,
             gpu_free_bytes=hardware.gpu_free_bytes // grain * grain,
             cpu_free_bytes=max(1, hardware.cpu_free_bytes // grain * grain),
+            # Other users' files come and go.
+            nvme_bytes=hardware.nvme_bytes // DISK_GRAIN_BYTES * DISK_GRAIN_BYTES,
         )
         question = repr(sorted(asdict(request).items(), key=lambda item: item[0]))
         return self._folder / f"plan-{self._key(model, rounded, question)}.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,21 +14,18 @@ from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import LazyTrainError, PlanMismatchError
 from lazytrain_plugin.integration.plan_cache import PlanCache
 from lazytrain_plugin.integration.plan_watch import ObservedStep
-from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, adamw_8bit, adamw_fp32
+from lazytrain_plugin.integration.training_request import training_machine, training_request
 from lazytrain_plugin.plan.background import BackgroundSolve
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
-from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES, PlanRequest
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes, simulate
 from lazytrain_plugin.plan.timeline import build_timeline
 from lazytrain_plugin.profile.extract import extract_model_profile
-from lazytrain_plugin.profile.measure import best_wall_s, measure_hardware
 from lazytrain_plugin.runtime.discovery import Discovery
-from lazytrain_plugin.runtime.nvme.io import SLOW_AFTER_S
-from lazytrain_plugin.runtime.nvme.tier import NvmeTier
-from lazytrain_plugin.units import GIB, format_bytes
-from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
+from lazytrain_plugin.units import format_bytes
+from lazytrain_plugin.vocab import Activations, Tier, Updater
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +33,6 @@ DRIFT_FRAC = 0.1
 """How far a measured rate is from the planned one before it is worth a search."""
 SWAP_GAIN_FRAC = 0.03
 """What another plan must gain, replayed with the measured rates, before weights are moved for it."""
-UPDATE_SAMPLES = 5
-"""Of the CPU update, the fastest counts: threads that just woke up made a single one up to 40 % slow."""
 MOST_SWAPS = 2
 """Per run: measurements are noisy, and moving costs a step or two."""
 
@@ -79,7 +73,7 @@ class Planner:
                 fused_kernels=config.fused_kernels and device.type == "cuda",
                 dtypes=dtypes,
             )
-            self._measured_hardware = measure_hardware(device, cpu_update_parameters_per_s=measure_update_rate)
+            self._measured_hardware = training_machine(config, device, native=native)
             self.hardware = self._measured_hardware
             """As measured, or as steps of this model have shown it since."""
 
@@ -126,16 +120,12 @@ class Planner:
         config = self._config
         self._planned_tokens = num_tokens
         self.close()  # a search for smaller batches is of no use
-        # The client's own optimizer keeps its states where it updates.
-        streams = RUNTIME_CAPABILITIES.streamed_states and self._native
-        self.request = request = PlanRequest(
-            max_tokens=num_tokens,
-            gpu_budget_bytes=_bytes(config.gpu_memory_gib),
-            cpu_budget_bytes=_bytes(config.cpu_memory_gib),
-            fidelity=Fidelity(config.fidelity),
+        self.request = request = training_request(
+            config,
+            num_tokens,
             state_bits=self._state_bits,
             accumulation_steps=self._accumulation_steps,
-            capabilities=replace(RUNTIME_CAPABILITIES, streamed_states=streams),
+            native=self._native,
         )
         rates = self._cache.load_rates(self.model_profile, self._measured_hardware, num_tokens)
         self.hardware = replace(self._measured_hardware, **rates)
@@ -249,33 +239,6 @@ class Planner:
             units=tuple(unit(found, Tier.CPU) for found in self._discovery.units),
             stem=tuple(unit(found, stem_home) for found in self._discovery.stem),
         )
-
-
-def measure_update_rate(state_bits: int) -> float:
-    """Parameters per second of the CPU update kernel on this machine, with bf16 weights."""
-    numel = 1 << 24
-    zeros = lambda dtype, count=numel: torch.zeros(count, dtype=dtype)  # noqa: E731
-    weight, remainder, gradient = zeros(torch.bfloat16), zeros(torch.int16), zeros(torch.bfloat16)
-    scalars = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-    if state_bits == 8:
-        moments = [Moment8(codes=zeros(torch.uint8), scales=zeros(torch.float32, numel // 256)) for _ in range(2)]
-        update = lambda: adamw_8bit(weight, remainder, gradient, *moments, scalars, noise_key=0)  # noqa: E731
-    else:
-        moments = [zeros(torch.float32) for _ in range(2)]
-        update = lambda: adamw_fp32(weight, remainder, gradient, *moments, scalars)  # noqa: E731
-    return numel / best_wall_s(update, repeats=UPDATE_SAMPLES)
-
-
-def nvme_tier(config: LazyTrainConfig) -> NvmeTier | None:
-    """The tier of the configured folders, None if there are none; nothing is made there before something goes there."""
-    if not config.nvme_paths:
-        return None
-    slow_after_s = min(SLOW_AFTER_S, config.watchdog_s) if config.watchdog_s else math.inf
-    return NvmeTier(config.nvme_paths, limit_bytes=_bytes(config.nvme_gib), slow_after_s=slow_after_s)
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * GIB)
 
 
 def count_tokens(inputs: tuple, kwargs: Mapping[str, Any]) -> int | None:

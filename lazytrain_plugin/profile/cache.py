@@ -8,8 +8,12 @@ from pathlib import Path
 
 
 def default_cache_dir() -> Path:
-    """Where runs keep what they found out: `~/.cache/lazytrain`."""
-    return Path.home() / ".cache" / "lazytrain"
+    """Where runs and commands keep what they found out: `$XDG_CACHE_HOME/lazytrain`, by default `~/.cache/lazytrain`.
+
+    A relative `XDG_CACHE_HOME` is ignored, as its specification asks.
+    """
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(configured) if os.path.isabs(configured) else Path.home() / ".cache") / "lazytrain"
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -46,7 +46,7 @@ def measure_hardware(
         device: the device that computes: a CUDA device, or the CPU.
         cpu_update_parameters_per_s: state bits (32, 8) -> parameters that the kernel in use updates in a second; None:
             derived from measured memory bandwidth and the number of threads.
-        cache_dir: where rates are kept between runs; None: `~/.cache/lazytrain`. Capacities are never cached.
+        cache_dir: where rates are kept between runs; None: `default_cache_dir()`. Capacities are never cached.
         local_world_size: processes that share this host's memory, cores and links.
     """
     device = torch.device(device)

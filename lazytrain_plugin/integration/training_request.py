@@ -1,0 +1,87 @@
+"""What a training job asks of the planner: this machine, its disk, budgets, and what the runtime can do here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from lazytrain_plugin.config.schema import LazyTrainConfig
+from lazytrain_plugin.integration.measure_nvme import nvme_fields
+from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, adamw_8bit, adamw_fp32
+from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES, PlanRequest
+from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.profile.measure import best_wall_s, measure_hardware
+from lazytrain_plugin.runtime.nvme.io import SLOW_AFTER_S
+from lazytrain_plugin.runtime.nvme.tier import NvmeTier
+from lazytrain_plugin.units import gib_to_bytes
+from lazytrain_plugin.vocab import Fidelity
+
+UPDATE_SAMPLES = 5
+"""Of the CPU update, the fastest counts: threads that just woke up made a single one up to 40 % slow."""
+
+
+def training_machine(config: LazyTrainConfig, device: torch.device, *, native: bool) -> HardwareProfile:
+    """This machine as training finds it, with the disk of the configured folders if plans may use it.
+
+    Errors: as `nvme_fields`.
+    """
+    machine = measure_hardware(device, cpu_update_parameters_per_s=measure_update_rate)
+    if not _uses_nvme(config, native):
+        return machine
+    return replace(machine, **nvme_fields(config.nvme_paths, limit_bytes=gib_to_bytes(config.nvme_gib)))
+
+
+def training_request(
+    config: LazyTrainConfig, max_tokens: int, *, state_bits: int, accumulation_steps: int, native: bool
+) -> PlanRequest:
+    """The request of a job.
+
+    Args:
+        native: whether the update kernels keep the states. The client's own optimizer keeps them where it updates.
+    """
+    fidelity = Fidelity(config.fidelity)
+    if state_bits == 8 and fidelity == Fidelity.EXACT:
+        fidelity = Fidelity.BALANCED  # asked for one by one, or by the optimizer's class
+    return PlanRequest(
+        max_tokens=max_tokens,
+        gpu_budget_bytes=gib_to_bytes(config.gpu_memory_gib),
+        cpu_budget_bytes=gib_to_bytes(config.cpu_memory_gib),
+        nvme_budget_bytes=gib_to_bytes(config.nvme_gib),
+        fidelity=fidelity,
+        state_bits=state_bits,
+        accumulation_steps=accumulation_steps,
+        capabilities=replace(
+            RUNTIME_CAPABILITIES,
+            streamed_states=RUNTIME_CAPABILITIES.streamed_states and native,
+            nvme=_uses_nvme(config, native),
+        ),
+    )
+
+
+def _uses_nvme(config: LazyTrainConfig, native: bool) -> bool:
+    return native and bool(config.nvme_paths)
+
+
+def measure_update_rate(state_bits: int) -> float:
+    """Parameters per second of the CPU update kernel on this machine, with bf16 weights."""
+    numel = 1 << 24
+    zeros = lambda dtype, count=numel: torch.zeros(count, dtype=dtype)  # noqa: E731
+    weight, remainder, gradient = zeros(torch.bfloat16), zeros(torch.int16), zeros(torch.bfloat16)
+    scalars = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+    if state_bits == 8:
+        moments = [Moment8(codes=zeros(torch.uint8), scales=zeros(torch.float32, numel // 256)) for _ in range(2)]
+        update = lambda: adamw_8bit(weight, remainder, gradient, *moments, scalars, noise_key=0)  # noqa: E731
+    else:
+        moments = [zeros(torch.float32) for _ in range(2)]
+        update = lambda: adamw_fp32(weight, remainder, gradient, *moments, scalars)  # noqa: E731
+    return numel / best_wall_s(update, repeats=UPDATE_SAMPLES)
+
+
+def nvme_tier(config: LazyTrainConfig) -> NvmeTier | None:
+    """The tier of the configured folders, None if there are none; nothing is made there before something goes there."""
+    if not config.nvme_paths:
+        return None
+    slow_after_s = min(SLOW_AFTER_S, config.watchdog_s) if config.watchdog_s else math.inf
+    return NvmeTier(config.nvme_paths, limit_bytes=gib_to_bytes(config.nvme_gib), slow_after_s=slow_after_s)
