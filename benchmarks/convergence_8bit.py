@@ -84,11 +84,12 @@ class ArmRun:
     losses: list[float] = field(repr=False)
     held_out_loss: float
     wall_s: float
+    final_frac: float = FINAL_FRAC
 
     @property
     def final_loss(self) -> float:
-        """Mean training loss of the last 5 % of the steps, nat per byte."""
-        return statistics.fmean(self.losses[-max(1, int(FINAL_FRAC * len(self.losses))) :])
+        """Mean training loss of the last `final_frac` of the steps, nat per byte."""
+        return statistics.fmean(self.losses[-max(1, int(self.final_frac * len(self.losses))) :])
 
 
 def run_arm(arm: str, setup: Setup, seed: int) -> ArmRun:
@@ -111,11 +112,17 @@ def run_arm(arm: str, setup: Setup, seed: int) -> ArmRun:
     return ArmRun(arm=arm, seed=seed, losses=steps, held_out_loss=held_out, wall_s=time.perf_counter() - start_s)
 
 
-def run_all(work: list[tuple[str, Setup, int]], num_jobs: int) -> list[ArmRun]:
-    """Every (arm, setup, seed), in this order; several jobs run in processes of their own."""
+def run_all(
+    work: list[tuple[str, Setup, int]],
+    num_jobs: int,
+    run_arm: Callable[[str, Setup, int], ArmRun] = run_arm,
+    *,
+    always_apart: bool = False,
+) -> list[ArmRun]:
+    """Every (arm, setup, seed), in this order; several jobs (one too, if `always_apart`) run in their own processes."""
     runs = []
     with contextlib.ExitStack() as stack:
-        if num_jobs > 1:
+        if num_jobs > 1 or always_apart:
             context = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1)
             results = stack.enter_context(pool).map(run_arm, *zip(*work))
@@ -230,10 +237,10 @@ def percent_above(run: ArmRun, baseline: ArmRun, what: str = "final_loss") -> fl
     return 100 * (getattr(run, what) / getattr(baseline, what) - 1)
 
 
-def summarize(runs: list[ArmRun]) -> list[dict]:
-    """Per arm: mean losses over seeds, and the paired differences from the 32-bit arm (mean and worst seed)."""
+def summarize(runs: list[ArmRun], baseline: str = BASELINE) -> list[dict]:
+    """Per arm: mean losses over seeds, and the paired differences from the baseline arm (mean and worst seed)."""
     rows = []
-    baselines = {run.seed: run for run in runs if run.arm == BASELINE}
+    baselines = {run.seed: run for run in runs if run.arm == baseline}
     for arm in dict.fromkeys(run.arm for run in runs):
         own = [run for run in runs if run.arm == arm]
         row = {
@@ -251,8 +258,8 @@ def summarize(runs: list[ArmRun]) -> list[dict]:
     return rows
 
 
-def print_table(rows: list[dict]) -> None:
-    titles = ("arm", "seeds", "training loss", "(vs 32 bit)", "held out", "(vs 32 bit)", "s/step")
+def print_table(rows: list[dict], baseline: str = "32 bit") -> None:
+    titles = ("arm", "seeds", "training loss", f"(vs {baseline})", "held out", f"(vs {baseline})", "s/step")
     print("{:16} {:>5} {:>14} {:>12} {:>9} {:>12} {:>8}".format(*titles))
     for row in rows:
         above = [row.get(f"{what}_percent_above", math.nan) for what in ("final_loss", "held_out_loss")]
@@ -262,8 +269,8 @@ def print_table(rows: list[dict]) -> None:
         )
 
 
-def draw(runs: list[ArmRun], setup: Setup, path: Path) -> bool:
-    """Loss curves of the first seed, and every arm's distance from the 32-bit arm. False without matplotlib."""
+def draw(runs: list[ArmRun], setup: Setup, path: Path, baseline_arm: str = BASELINE) -> bool:
+    """Loss curves of the first seed, and every arm's distance from the baseline arm. False without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -275,7 +282,7 @@ def draw(runs: list[ArmRun], setup: Setup, path: Path) -> bool:
     window = max(1, setup.steps // 50)
     smooth = lambda losses: np.convolve(losses, np.ones(window) / window, mode="valid")  # noqa: E731
     first = [run for run in runs if run.seed == runs[0].seed]
-    baseline = next((run for run in first if run.arm == BASELINE), first[0])
+    baseline = next((run for run in first if run.arm == baseline_arm), first[0])
     x = np.arange(window, setup.steps + 1)
     for run in first:
         curves.plot(x, smooth(run.losses), label=f"{run.arm}: {run.final_loss:.4f}", linewidth=1)

@@ -1,0 +1,231 @@
+"""Trains one model with exact and with quantized activations, pair by pair, and compares the losses.
+
+    python benchmarks/convergence_activations.py --seeds 0 1 --jobs 8 --out benchmarks/results/convergence_activations
+    python benchmarks/convergence_activations.py --device cpu --steps 60 --hidden 64 --layers 2 --batch 8 --lr 3e-3
+
+Arms, each from the same initial weights and with the same batches in the same order:
+
+    exact     32-bit states, activations as they are
+    balanced  8-bit states, activations in 8 bits outside of attention
+    compact   8-bit states, activations in 4 bits outside of attention
+    uniform   the same with attention in 4 bits too, which the engine never does: what the layer-aware rule is for
+
+In every arm all layers save the outputs of matrix products (the strategy matmuls), so that the arms differ in bits
+only. The text is the source of Python's standard library, byte-level (some 15 MB: 1,000 steps of 8,192 bytes see less
+than all of it once), or any file (`--text`). What is compared: the training loss, mean over the last 10 % of the
+steps, per seed against the exact arm of that seed, and the loss on pages that were held out. `spread` is how far the
+exact arms of the seeds are apart: differences below it are noise of the seed, but the pairs share it. Prints a table
+and, as its last line, JSON; `--out PREFIX` writes PREFIX.json and, where matplotlib is installed, PREFIX.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import convergence_8bit as common
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import lazytrain_plugin.install  # noqa: F401
+from examples.train_lm import HELD_OUT_EVERY, PAGE_BYTES, ModelArguments, build_model
+
+FINAL_FRAC = 0.1
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What an arm stores its states and activations in."""
+
+    states: int
+    activations: int
+    attention_too: bool = False
+
+
+BASELINE = "exact"
+ARMS = {
+    BASELINE: Bits(32, 16),
+    "balanced": Bits(8, 8),
+    "compact": Bits(8, 4),
+    "uniform": Bits(8, 4, attention_too=True),
+}
+
+
+def run_arm(arm: str, setup: common.Setup, seed: int) -> common.ArmRun:
+    """Trains one arm from scratch; leaves nothing behind on the device."""
+    torch.manual_seed(seed)
+    model = build_model(
+        ModelArguments(
+            hidden_size=setup.hidden,
+            num_hidden_layers=setup.layers,
+            num_attention_heads=max(1, setup.hidden // 64),
+            sequence_length=setup.sequence,
+        )
+    )
+    training_text, held_out_text = load_text(setup.text)
+    start_s = time.perf_counter()
+    if ARMS[arm].attention_too:
+        quantize_attention_too()
+    batches = common._batches(training_text, setup, seed)
+    losses = train(ARMS[arm], model, setup, batches, held_out_text)
+    *steps, held_out = torch.stack(losses).tolist()
+    wall_s = time.perf_counter() - start_s
+    return common.ArmRun(arm=arm, seed=seed, losses=steps, held_out_loss=held_out, wall_s=wall_s, final_frac=FINAL_FRAC)
+
+
+def load_text(path: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 arrays, split by pages: (training, held out)."""
+    if path is not None:
+        text = np.fromfile(path, dtype=np.uint8)
+    else:
+        library = Path(sysconfig.get_path("stdlib"))
+        skipped = ("site-packages", "test", "tests", "idlelib")
+        files = [file for file in sorted(library.rglob("*.py")) if not set(skipped) & set(file.parts[:-1])]
+        text = np.frombuffer(b"\n".join(file.read_bytes() for file in files), dtype=np.uint8)
+    pages = text[: len(text) // PAGE_BYTES * PAGE_BYTES].reshape(-1, PAGE_BYTES)
+    held_out = np.arange(len(pages)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    return pages[~held_out].reshape(-1), pages[held_out].reshape(-1)[: 1 << 19]
+
+
+def quantize_attention_too() -> None:
+    """In this process (one run of one arm) nothing is taken for attention any more."""
+    from lazytrain_plugin.runtime.attention_core import AttentionCore
+
+    AttentionCore.holds_output = AttentionCore.holds_saved = lambda self, _: False
+
+
+def plan_of(model: nn.Module, setup: common.Setup, bits: Bits):
+    """Everything on the GPU, every layer with the outputs of its matrix products."""
+    from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+    from lazytrain_plugin.runtime.discovery import discover
+    from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
+
+    on_gpu = setup.device == "cuda"
+    tier, updater = (Tier.GPU, Updater.GPU) if on_gpu else (Tier.CPU, Updater.CPU)
+    found = discover(model)
+
+    def unit(name: str, **activations) -> UnitPlan:
+        return UnitPlan(
+            name=name,
+            weights=tier,
+            states=tier,
+            updater=updater,
+            state_bits=bits.states,
+            reason="by hand",
+            **activations,
+        )
+
+    saving = {"activations": Activations.MATMULS, "saved_bits": bits.activations, "boundary_bits": bits.activations}
+    return PlacementPlan(
+        units=tuple(unit(layer.name, **saving) for layer in found.units),
+        stem=tuple(unit(part.name) for part in found.stem),
+        fidelity=Fidelity.EXACT if bits == ARMS[BASELINE] else Fidelity.COMPACT,
+    )
+
+
+def train(
+    bits: Bits, model: nn.Module, setup: common.Setup, batches: Iterator[Tensor], held_out_text: np.ndarray
+) -> list[Tensor]:
+    """The training losses, then the held-out loss."""
+    import deepspeed
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        plan_of(model, setup, bits).save(path)
+        config = {
+            "train_micro_batch_size_per_gpu": setup.batch,
+            "gradient_clipping": setup.max_norm,
+            "bf16": {"enabled": setup.dtype == "bf16"},
+            "zero_optimization": {"stage": 3},
+            "lazytrain": {"plan": {"path": str(path)}, "optimizer": {"state_bits": bits.states}},
+        }
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=setup.lr, betas=common.BETAS, weight_decay=setup.weight_decay
+        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine.train()
+        losses = []
+        for step, batch in enumerate(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = setup.learning_rate(step)
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach().float())
+        engine.flush()
+        losses.append(common._held_out(model, held_out_text, setup))
+        engine.destroy()
+    return losses
+
+
+def spread_percent(runs: list[common.ArmRun]) -> float:
+    """How far the exact arms of all seeds are apart, in percent of their mean."""
+    losses = [run.final_loss for run in runs if run.arm == BASELINE]
+    return 100 * (max(losses) - min(losses)) / (sum(losses) / len(losses)) if losses else float("nan")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on the CPU")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--hidden", type=int, default=768, help="width of the model")
+    parser.add_argument("--layers", type=int, default=7, help="with --hidden 768: 66 million parameters")
+    parser.add_argument("--batch", type=int, default=32, help="sequences of a step")
+    parser.add_argument("--sequence", type=int, default=256, help="bytes of a sequence")
+    parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate")
+    parser.add_argument("--text", help="train on the bytes of this file")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; s/step means little with several")
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.json and PREFIX.png")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
+    shared = ("device", "steps", "hidden", "layers", "batch", "sequence", "lr", "text")
+    setup = common.Setup(
+        dtype=arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32"),
+        **{name: getattr(arguments, name) for name in shared},
+    )
+    work = [(arm, setup, seed) for seed in arguments.seeds for arm in arguments.arms]
+    # A process for each run, with one job too: an arm may change the engine for itself.
+    runs = common.run_all(work, max(arguments.jobs, 1), run_arm, always_apart=True)
+    rows = common.summarize(runs, BASELINE)
+    common.print_table(rows, BASELINE)
+    spread = spread_percent(runs)
+    print(f"spread of the exact arm over {len(arguments.seeds)} seeds: {spread:.2f} %")
+    on_gpu = arguments.device == "cuda"
+    result = {
+        "benchmark": "convergence_activations",
+        "setup": asdict(setup),
+        "machine": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "spread_percent": spread,
+        "arms": rows,
+    }
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with_curves = {**result, "runs": [{**asdict(run), "final_loss": run.final_loss} for run in runs]}
+        arguments.out.with_suffix(".json").write_text(json.dumps(with_curves, indent=1) + "\n")
+        if not common.draw(runs, setup, arguments.out.with_suffix(".png"), BASELINE):
+            print("no figure: matplotlib is not installed", file=sys.stderr)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
