@@ -309,7 +309,7 @@ class Executor:
             The norm before clipping, and whether the step is applied: a non-finite gradient skips it.
         """
         self._idle_since = self.streams.record(timing=True)
-        self._outside.after_step()
+        self._outside.before_update()
         self._sink.complete_norms([unit for unit in self.all_units if unit.arrived])
         norm = self._norm.finish()
         self.streams.trace.end_step()

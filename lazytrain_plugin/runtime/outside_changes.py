@@ -43,8 +43,12 @@ class OutsideChanges:
             self._touched.add(unit)
         self._executor.settle(unit)
 
-    def after_step(self) -> None:
+    def before_update(self) -> None:
+        """`step()` was called: of two copies, the one that will be updated must not be the old one."""
         self._model_runs = False
+        for unit in self._executor.all_units:
+            if unit.slot is None and unit.home.has_two_copies:
+                self._look_at(unit, compare=False)
 
     def before_forward(self) -> None:
         self.take_over()
@@ -60,16 +64,19 @@ class OutsideChanges:
         executor, training = self._executor, self._executor.model.training
         mode_changed, self._was_training = training != self._was_training, training
         for unit in executor.all_units:
-            if unit.slot is not None:
-                continue
-            version = _check_memory(unit)
-            if version != self._versions.get(unit) or unit in self._touched or mode_changed:
-                executor.forget_copies(unit)
-                if unit.home.has_two_copies:
-                    executor.settle(unit)
-                    unit.home.take_shown_weights()
-            self._versions[unit] = version
+            if unit.slot is None:
+                self._look_at(unit, compare=unit in self._touched or mode_changed)
         self._touched.clear()
+
+    def _look_at(self, unit: Unit, *, compare: bool) -> None:
+        """Takes a unit's weights over if its versions changed, or if `compare` says that they may have without."""
+        version = _check_memory(unit)
+        if compare or version != self._versions.get(unit):
+            self._executor.forget_copies(unit)
+            if unit.home.has_two_copies:
+                self._executor.settle(unit)
+                unit.home.take_shown_weights()
+        self._versions[unit] = version
 
 
 def _check_memory(unit: Unit) -> int:

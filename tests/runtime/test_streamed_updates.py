@@ -137,7 +137,7 @@ WRITES = {
 
 
 @devices
-@homes
+@pytest.mark.parametrize("home", [*STREAMED, "mirror", "gpu"])
 @pytest.mark.parametrize(
     ("write", "when"),
     # What is written through .data between a forward and its step may go unseen where weights are mirrored.
