@@ -84,6 +84,7 @@ def parse_arguments() -> argparse.Namespace:
         default="cpu",
         help="plan by hand: where they rest; streamed: in host memory, updated by the GPU",
     )
+    parser.add_argument("--trace", type=Path, help="measure the first timed steps operation by operation; written here")
     parser.add_argument("--save-plan", type=Path, help="write the plan that was followed here")
     parser.add_argument("--threads", type=int, help="CPU threads of the update")
     parser.add_argument("--no-fused", action="store_true", help="eager kernels and whole logits")
@@ -134,6 +135,8 @@ def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict
         "cpu_memory_gib": arguments.cpu_gib,
         "optimizer": {"state_bits": arguments.state_bits, "threads": arguments.threads},
     }
+    if arguments.trace is not None:
+        block["trace"] = {"path": str(arguments.trace), "first_step": arguments.warmup, "num_steps": 2}
     if arguments.plan is not None:
         block["plan"] = {"path": str(arguments.plan)}
     elif any(n is not None for n in (arguments.resident_units, arguments.keep_units, arguments.streamed_update_units)):
