@@ -50,7 +50,7 @@ def build_library(output: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++ or c++) on PATH")
-    objects = {name: (f"{name}.cpp", []) for name in ("library", "pool", "io")}
+    objects = {name: (f"{name}.cpp", []) for name in ("library", "pool", "io", "mapped_faults")}
     objects["generic"] = ("kernels.cpp", _table("generic"))
     if platform.machine() in ("x86_64", "AMD64"):
         objects["avx2"] = ("kernels.cpp", [*_table("avx2"), "-mavx2"])

@@ -14,6 +14,7 @@ from collections import deque
 
 import torch
 
+from lazytrain_plugin.runtime.nvme import mapped_faults
 from lazytrain_plugin.runtime.nvme.io import Job
 from lazytrain_plugin.runtime.nvme.region import Region
 from lazytrain_plugin.runtime.nvme.staging import Staging, StagingBuffer
@@ -63,6 +64,7 @@ class NvmeWeights:
         self._tier = tier
         self._map = mmap.mmap(self.region.files[0][1], self.region.padded_bytes)
         self._address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        mapped_faults.watch(self._map, self._address, self.region.files[0][2])
         self._warming: Job | None = None
         self._taken: StagingBuffer | None = None
 

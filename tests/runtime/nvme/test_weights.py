@@ -6,7 +6,11 @@ import copy
 import ctypes
 import io
 import mmap
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +181,40 @@ def test_a_truncated_file_is_an_error_not_a_signal(disk):
     assert isinstance(error.value, StorageError) or isinstance(error.value.__cause__, StorageError)
     executor.close()
     assert not list(disk.iterdir())
+
+
+REPOSITORY = Path(__file__).parents[3]
+FAULT = """
+import mmap, os, sys
+from tests.runtime.nvme.test_weights import *
+folder, whose = sys.argv[1:]
+model = make_model(2)
+executor = executor_for(model, on_nvme(plan_for(model), slots=1), tier=NvmeTier([folder]))
+region = executor.units[1].home.nvme_weights.region
+region.wait()
+os.truncate(region.files[0][2], 0)
+print(region.files[0][2], flush=True)
+if whose == "ours":
+    model.layers[1].wide.weight.sum()
+else:
+    file = open(os.path.join(folder, "theirs"), "wb+")
+    file.truncate(4096)
+    theirs = mmap.mmap(file.fileno(), 4096)
+    file.truncate(0)
+    theirs[0]
+"""
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_a_disk_that_fails_under_a_weight_that_someone_reads_is_named(disk, whose):
+    """No program can go on there; ours says which file it was, and claims no fault of others."""
+    result = subprocess.run(
+        [sys.executable, "-c", FAULT, str(disk), whose], capture_output=True, text=True, timeout=100, cwd=REPOSITORY
+    )
+    assert result.returncode == -signal.SIGBUS, result.stderr
+    said = f"the disk under {result.stdout.strip()} failed" in result.stderr
+    assert said == (whose == "ours")
+    assert ("resume from the last checkpoint" in result.stderr) == said
 
 
 def test_saving_one_weight_does_not_write_the_unit(disk):
