@@ -26,6 +26,7 @@ WIDTH, STEPS, WARM_UP = 1792, 4, 1
 ARMS = {
     "stage 0, bf16 on the wire": {"zero_optimization": {"stage": 0}, "communication_data_type": "bf16"},
     "stage 1, bf16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+    "stage 2, bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
 }
 
 

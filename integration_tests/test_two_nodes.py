@@ -16,7 +16,9 @@ def measured(tmp_path_factory):
     result, script = folder / "result.json", Path(__file__).with_name("run_two_nodes.py")
     with two_nodes(mbit=200) as nodes:
         run_on_both(nodes, script, [str(result), "INTERFACE"], folder, timeout_s=200)
-    return json.loads(result.read_text())
+    found = json.loads(result.read_text())
+    print(json.dumps(found, indent=1))
+    return found
 
 
 def test_the_step_is_much_faster_than_with_deepspeeds_reduction(measured):
@@ -24,10 +26,11 @@ def test_the_step_is_much_faster_than_with_deepspeeds_reduction(measured):
     assert seconds["deepspeed"] >= 1.7 * seconds["lazytrain"], measured
 
 
-def test_beside_zero_stage_1_too(measured):
-    """Its all-gather of updated weights crosses the link as well, in both arms."""
-    seconds = measured["stage 1, bf16"]["seconds"]
-    assert seconds["deepspeed"] >= 1.3 * seconds["lazytrain"], measured
+@pytest.mark.parametrize("stage", [1, 2])
+def test_beside_zero_stages_1_and_2_too(measured, stage):
+    """Their all-gather of updated weights crosses the link as well, in both arms: by bytes 2.2x is the most."""
+    seconds = measured[f"stage {stage}, bf16"]["seconds"]
+    assert seconds["deepspeed"] >= 1.7 * seconds["lazytrain"], measured
 
 
 def test_nodes_and_threshold_are_found(measured):
@@ -44,3 +47,11 @@ def test_the_bytes_counted_are_those_of_the_interface(measured):
     # each way half of the elements leave a node: 66/64 and 82/64 bytes; bf16 in a ring of 4: 3/4 of 2 bytes, twice
     assert arm["counted_bytes_of_a_node"] == pytest.approx(arm["elements"] / 2 * (66 + 82) / 64, rel=0.01)
     assert sent["lazytrain"] < 0.45 * sent["deepspeed"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_only_contributions_travel_where_deepspeed_parts_the_gradients(measured, stage):
+    arm = measured[f"stage {stage}, bf16"]
+    assert arm["counted_bytes_of_a_node"] == pytest.approx(arm["elements"] / 2 * 66 / 64, rel=0.01)
+    # 3 bytes an element reduce and 1.5 gather weights in rings of bf16; here 0.52 and the same 1.5
+    assert arm["interface_bytes"]["lazytrain"] < 0.47 * arm["interface_bytes"]["deepspeed"]

@@ -56,6 +56,8 @@ class Hops:
         self.inside = self._new_group(node) if len(node) > 1 else None
         peers = [other[node.index(self.rank)] for other in nodes]
         self.across = self._new_group(peers) if len(peers) > 1 else None
+        self.node_ranks = nodes
+        """The ranks of each node, by position: nodes of one size, also where the topology has others."""
         self.ranks_per_node, self.nodes = len(node), len(nodes)
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from lazytrain_plugin.comm import threshold
 from lazytrain_plugin.comm.hops import Hops
+from lazytrain_plugin.comm.owners import chunks_of, owners_are_cheaper, reduce_to_owners
+from lazytrain_plugin.comm.parts import CONTRIBUTION_BITS, RESULT_BITS, blocks_of_part, chunk_numel
 from lazytrain_plugin.comm.stats import CommStats
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.errors import CommunicationError, ConfigError
@@ -34,27 +36,18 @@ from lazytrain_plugin.kernels import gradient_codes as codes
 
 logger = logging.getLogger(__name__)
 
-CONTRIBUTION_BITS, RESULT_BITS = 8, 10
 _DONE = object()
-CHUNKS = 4
-"""Parts of a bucket under way at once: while the link carries one, the next is encoded and the last decoded."""
-SMALLEST_CHUNK = {"cpu": 2**18, "cuda": 2**21}
-LARGEST_CHUNK = 2**24
-"""Elements of a part: above the first its latency hardly shows, the second bounds the buffers."""
-ALIGNED_BLOCKS = 8
-"""Parts of many blocks are a multiple of this, so that rows of codes begin at multiples of 16 bytes."""
 
 
-def blocks_of_part(numel: int, parts: int) -> int:
-    """Blocks of 64 in each of `parts` equal parts that hold `numel` elements."""
-    blocks = -(-numel // (codes.BLOCK * parts))
-    return blocks if blocks < 128 * ALIGNED_BLOCKS else -(-blocks // ALIGNED_BLOCKS) * ALIGNED_BLOCKS
-
-
-def chunk_numel(numel: int, device_type: str) -> int:
-    """Elements of each part, but the last, of a bucket of `numel`; whole blocks."""
-    count = max(1, min(CHUNKS, numel // SMALLEST_CHUNK[device_type]), -(-numel // LARGEST_CHUNK))
-    return codes.num_blocks(-(-numel // count)) * codes.BLOCK
+def _overlapped(chunks: Iterable[Iterator[None]]) -> None:
+    """Advances every chunk by one step at a time, the newest first, so that the link always has something to do."""
+    waiting, under_way = iter(chunks), []
+    started = next(waiting, None)
+    while started is not None or under_way:
+        if started is not None:
+            under_way.insert(0, started)
+        under_way = [steps for steps in under_way if next(steps, _DONE) is not _DONE]
+        started = next(waiting, None)
 
 
 class Reduction:
@@ -247,6 +240,41 @@ class QuantizedReducer:
         if then is not None:
             then()
 
+    def reduces_to_owners(self, owned_elements: Sequence[int]) -> bool:
+        """Whether `reduce_to_owners` would send codes, and fewer bytes than `reduce`, for so many elements per rank.
+
+        Small buckets and one node: False.
+        """
+        if self.off_because is not None or sum(owned_elements) < max(1, self.smallest_bucket_elements):
+            return False
+        return owners_are_cheaper(owned_elements, self._hops.node_ranks)
+
+    @torch.no_grad()
+    def reduce_to_owners(self, owned: Sequence[torch.Tensor], divisor: float | None = None) -> None:
+        """As `reduce` of tensors that only one rank needs each: ZeRO's partitions. No result travels.
+
+        Args:
+            owned: one flat, contiguous tensor per rank, of the same sizes on all ranks, in fp32, bf16 or fp16. That of
+                this rank holds the mean afterwards; the others keep what they held.
+            divisor: default: the number of ranks.
+
+        Raises:
+            CommunicationError: ranks could not exchange their gradients.
+        """
+        if self._last is not None:
+            concurrent.futures.wait([self._last])
+        if self._failure is not None:
+            raise self._failure
+        divisor = float(self.world_size if divisor is None else divisor)
+        chunks = chunks_of(owned, self._hops.device.type)
+        try:
+            _overlapped(reduce_to_owners(self._hops, chunk, divisor, self._stats) for chunk in chunks)
+        except CommunicationError as error:
+            self._failure = error
+            raise
+        self._stats.quantized_buckets += 1
+        self._stats.quantized_elements += sum(tensor.numel() for tensor in owned)
+
     @torch.no_grad()
     def _run(self, tensor: torch.Tensor, divisor: float | None) -> None:
         if self._failure is not None:
@@ -279,13 +307,8 @@ class QuantizedReducer:
             flat.copy_(flat.div(divisor, rounding_mode="trunc"))
 
     def _quantized(self, flat: torch.Tensor, divisor: float) -> None:
-        """Advances every part by one step at a time, the newest first, so that the link always has something to do."""
-        waiting = list(flat.split(chunk_numel(flat.numel(), flat.device.type)))[::-1]
-        under_way: list[Iterator[None]] = []
-        while waiting or under_way:
-            if waiting:
-                under_way.insert(0, self._steps(waiting.pop(), divisor))
-            under_way = [steps for steps in under_way if next(steps, _DONE) is not _DONE]
+        chunks = flat.split(chunk_numel(flat.numel(), flat.device.type))
+        _overlapped(self._steps(chunk, divisor) for chunk in chunks)
 
     def _steps(self, flat: torch.Tensor, divisor: float) -> Iterator[None]:
         """Reduces `flat`; yields where a collective is under way."""

@@ -5,7 +5,8 @@ DeepSpeed funnels the gradients of stage 0 through `engine.allreduce_bucket` and
 are replaced on the one engine. DeepSpeed's buckets, hooks, streams and accumulation stay as they are, and what is not
 worth quantizing goes through the method that was there.
 
-At stages 1 and 2, DeepSpeed asks for an all-reduce although a rank keeps only its slices; that stays so.
+At stages 1 and 2 DeepSpeed all-reduces slices of which one rank each keeps the result
+(`optimizer.allreduce_and_copy_with_multiple_ranks`); where that is fewer bytes, they travel to that rank only.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class GradientComm:
         if isinstance(self._optimizer, DeepSpeedZeroOptimizer):
             self._optimizer_bucket = self._optimizer.allreduce_bucket
             self._optimizer_tensor = self._optimizer.gradient_reduction_w_predivide
+            self._optimizer_slices = self._optimizer.allreduce_and_copy_with_multiple_ranks
             self._optimizer.allreduce_bucket = self._allreduce_optimizer_bucket
+            self._optimizer.allreduce_and_copy_with_multiple_ranks = self._reduce_optimizer_slices
             self._optimizer.gradient_reduction_w_predivide = self._allreduce_optimizer_tensor
 
     def _allreduce_engine_bucket(
@@ -116,8 +119,55 @@ class GradientComm:
         if reason := reducer.fallback_reason(flat):
             reducer.count_fallback(flat, reason, communication_data_type)
             return self._optimizer_bucket(bucket, communication_data_type, rank, log, divide, process_group)
+        if rank is not None:
+            sizes = [flat.numel() if owner == rank else 0 for owner in range(reducer.world_size)]
+            if reducer.reduces_to_owners(sizes):
+                sent = flat.to(communication_data_type)
+                reducer.reduce_to_owners([sent if size else sent[:0] for size in sizes], self._divisor(reducer, divide))
+                return sent if sent is flat else flat.copy_(sent)
         # Every rank gets the mean, also where DeepSpeed would send it to `rank` alone: the others ignore it.
         return self._reduced(reducer, flat, communication_data_type, divide)
+
+    def _reduce_optimizer_slices(
+        self,
+        small_bucket: Sequence[torch.Tensor],
+        communication_data_type: torch.dtype,
+        log: Any = None,
+        divide: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_ranks: Sequence[int | frozenset[int]] = (),
+        output_bucket: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Slices of gradients, each kept by the ranks in `bucket_ranks`, and added to its output if it has one."""
+        group = self._optimizer.dp_process_group if process_group is None else process_group
+        reducer = self._reducer(group)
+        owners = [set(ranks) if isinstance(ranks, frozenset) else {ranks} for ranks in bucket_ranks]
+        slices_of: list[list[torch.Tensor]] = [[] for _ in range(reducer.world_size)]
+        for part, ranks in zip(small_bucket, owners, strict=True):
+            slices_of[min(ranks)].append(part)
+        sizes = [sum(part.numel() for part in parts) for parts in slices_of]
+        if any(len(ranks) > 1 for ranks in owners) or not reducer.reduces_to_owners(sizes):
+            options = {} if output_bucket is None else {"output_bucket": output_bucket}
+            self._optimizer_slices(
+                small_bucket, communication_data_type, log, divide, process_group, bucket_ranks, **options
+            )
+            return
+        owned = [
+            self._optimizer.flatten(parts).to(communication_data_type)
+            if parts
+            else small_bucket[0].new_empty(0, dtype=communication_data_type)
+            for parts in slices_of
+        ]
+        reducer.reduce_to_owners(owned, self._divisor(reducer, divide))
+        rank = dist.get_rank(group)
+        outputs = output_bucket or [None] * len(small_bucket)
+        mine = [(part, out) for part, ranks, out in zip(small_bucket, owners, outputs, strict=True) if rank in ranks]
+        reduced = owned[rank].split([part.numel() for part, _ in mine])
+        for (part, output), mean in zip(mine, reduced, strict=True):
+            self._optimizer._add_to_grad_partition_buffer(output, mean.view_as(part))
+            part.copy_(mean.view_as(part))
+            if part.is_cuda:  # DeepSpeed's reduction stream, where this may run, writes what backward's allocated
+                part.record_stream(torch.cuda.current_stream(part.device))
 
     def _allreduce_optimizer_tensor(self, tensor: torch.Tensor, communication_data_type: torch.dtype) -> torch.Tensor:
         reducer = self._reducer(self._optimizer.dp_process_group)
@@ -131,8 +181,11 @@ class GradientComm:
     ) -> torch.Tensor:
         """The mean in the dtype that DeepSpeed would have sent, which it may add up further; `flat` gets it too."""
         sent = flat.to(communication_data_type)
-        divisor = reducer.world_size / float(self._optimizer.sequence_parallel_size)
-        reducer.reduce(sent, divisor if divide and self._optimizer.gradient_average else 1.0)
+        reducer.reduce(sent, self._divisor(reducer, divide))
         if sent is not flat:
             flat.copy_(sent)
         return sent
+
+    def _divisor(self, reducer: QuantizedReducer, divide: bool) -> float:
+        world_size = reducer.world_size / float(self._optimizer.sequence_parallel_size)
+        return world_size if divide and self._optimizer.gradient_average else 1.0

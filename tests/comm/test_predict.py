@@ -2,8 +2,8 @@
 
 import pytest
 
+from lazytrain_plugin.comm.parts import CONTRIBUTION_BITS, RESULT_BITS
 from lazytrain_plugin.comm.predict import CODED_BYTES_PER_ELEMENT, predicted_speedup
-from lazytrain_plugin.comm.reducer import CONTRIBUTION_BITS, RESULT_BITS
 from lazytrain_plugin.kernels.gradient_codes import BLOCK, BYTES_PER_BLOCK
 
 MIB, KIB = 2**20, 2**10

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lazytrain_plugin.comm.reducer import QuantizedReducer, blocks_of_part
+from lazytrain_plugin.comm.parts import blocks_of_part
+from lazytrain_plugin.comm.reducer import QuantizedReducer
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.kernels import gradient_codes as codes
 from tests.comm.ranks import Failure, run_ranks, succeed
@@ -34,13 +35,13 @@ def relative_error(ours, exact):
     return float((ours.double() - exact).norm() / exact.norm())
 
 
-def check_bound(ours, parts):
+def check_bound(ours, parts, result_step=1 / 511):
     """Each element is at most half an 8-bit step of the mean contribution and half a 10-bit step of the mean off."""
     exact = (sum(part.double() for part in parts) / len(parts)).reshape(-1)
     padding = (0, -exact.numel() % 64)
     largest = [torch.nn.functional.pad(p.double().reshape(-1), padding).view(-1, 64).abs().amax(1) for p in parts]
     mean_largest = (sum(largest) / len(parts)).repeat_interleave(64)[: exact.numel()]
-    steps = mean_largest * (1 + 2**-6) * (1 / 127 + 1 / 511) / 2
+    steps = mean_largest * (1 + 2**-6) * (1 / 127 + result_step) / 2
     rounding = torch.finfo(ours.dtype).eps / 2 * (exact.abs() + steps) + torch.finfo(ours.dtype).smallest_normal
     error = (ours.double().reshape(-1) - exact).abs()
     assert (error <= steps + rounding).all(), float((error - steps - rounding).max())
@@ -189,6 +190,49 @@ def test_bytes_on_the_wire(device, world_size, ranks_per_node):
         assert (stats.node_bytes > 0) == (ranks_per_node > 1)
 
 
+def owned_parts(rank, sizes, dtype):
+    return [gradient(size, seed=10 * rank + owner, dtype=dtype) for owner, size in enumerate(sizes)]
+
+
+def reduce_owned(rank, device, ranks_per_node, sizes, dtype):
+    reducer = make(ranks_per_node)
+    owned = [tensor.to(device) for tensor in owned_parts(rank, sizes, dtype)]
+    kept = [tensor.clone() for tensor in owned]
+    reducer.reduce_to_owners(owned)
+    untouched = all(torch.equal(a, b) for r, (a, b) in enumerate(zip(owned, kept)) if r != rank)
+    return owned[rank].cpu(), untouched, reducer.stats(), reducer.reduces_to_owners(sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(5000, 1, 0, 700_001), (300_000, 300_000, 300_000, 300_000), (0, 0, 900_000, 0)])
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_owners_get_their_means_with_one_quantization(device, ranks_per_node, sizes, dtype):
+    results = succeed(reduce_owned, 4, ranks_per_node, sizes, dtype, device=device.type)
+    nodes = 4 // ranks_per_node
+    for rank, (mean, untouched, stats, _) in enumerate(results):
+        assert untouched and mean.numel() == sizes[rank] and stats.quantized_elements == sum(sizes)
+        check_bound(mean, [owned_parts(other, sizes, dtype)[rank] for other in range(4)], result_step=0)
+    # each node sends the other nodes' elements once, and no result
+    sent = sum(stats.wire_bytes for _, _, stats, _ in results)
+    assert sent == pytest.approx((nodes - 1) * sum(sizes) * 66 / 64, rel=5e-3)  # whole blocks
+    assert sent == sum(stats.reduce_scatter_bytes for _, _, stats, _ in results)
+    # four nodes: one owner's link would carry thrice its elements, more than an all-reduce's
+    assert {chosen for *_, chosen in results} == {ranks_per_node == 2 or len(set(sizes)) == 1}
+
+
+def inf_for_an_owner(rank, device):
+    owned = [torch.ones(3000, device=device), torch.ones(200, device=device)]
+    if rank == 1:
+        owned[0][1000] = float("inf")
+    make(1).reduce_to_owners(owned)
+    return owned[rank].cpu()
+
+
+def test_an_owner_sees_the_inf_of_another_rank(device):
+    first, second = succeed(inf_for_an_owner, 2, device=device.type)
+    assert not first[1000].isfinite() and first[:900].isfinite().all() and second.isfinite().all()
+
+
 def overlapping(rank, device):
     reducer = make(1)
     tensors = [gradient(50_000 + 1000 * i, seed=10 * rank + i).to(device) for i in range(6)]
@@ -313,7 +357,7 @@ def test_nodes_of_unequal_size(device):
     check_bound(results[0], [gradient(9000, seed) for seed in range(3)])
 
 
-def dies(rank, device, ranks_per_node, asynchronous):
+def dies(rank, device, ranks_per_node, asynchronous, to_owners=False):
     reducer = make(ranks_per_node, timeout_s=10)
     values = gradient(200_000, seed=rank)
     reducer.reduce(values)
@@ -322,7 +366,9 @@ def dies(rank, device, ranks_per_node, asynchronous):
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         for _ in range(3):
-            if asynchronous:
+            if to_owners:
+                reducer.reduce_to_owners(list(values.split(70_000)))
+            elif asynchronous:
                 reducer.reduce_async(values).wait()
             else:
                 reducer.reduce(values)
@@ -331,9 +377,9 @@ def dies(rank, device, ranks_per_node, asynchronous):
     raise RuntimeError(f"{time.monotonic() - begin:.1f} s: {caught.value}")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_dead_rank_stops_the_others_and_is_named(asynchronous):
-    results = run_ranks(dies, 3, 1, asynchronous)
+@pytest.mark.parametrize("asynchronous, to_owners", [(False, False), (True, False), (False, True)])
+def test_a_dead_rank_stops_the_others_and_is_named(asynchronous, to_owners):
+    results = run_ranks(dies, 3, 1, asynchronous, to_owners)
     assert results[1] == Failure("ended with exit code 3")
     for rank in (0, 2):
         text = results[rank].text
