@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from lazytrain_plugin.errors import KernelError
+from lazytrain_plugin.kernels.coded_gradient import CodedGradient
 from lazytrain_plugin.kernels.native import Batch
 from lazytrain_plugin.kernels.scalars import AdamWStep, scalars_of
 from lazytrain_plugin.kernels.state8 import BLOCK, Moment8, check_flat, noise_seeds, num_blocks
@@ -21,7 +22,7 @@ __all__ = ["AdamWStep", "Batch", "Moment8", "accumulate", "adamw_8bit", "adamw_f
 def adamw_fp32(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | CodedGradient,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     step: AdamWStep,
@@ -31,7 +32,7 @@ def adamw_fp32(
     """One update with fp32 moments; `weight`, `remainder` and both moments change in place.
 
     All [n], flat and contiguous on one device: `weight` bf16 with `remainder` int16 (split.py), or fp32 with None;
-    `gradient` bf16 or fp32; moments fp32. Raises KernelError otherwise, or where the device has no kernel.
+    `gradient` bf16, fp32 or in codes; moments fp32. Raises KernelError otherwise, or where the device has no kernel.
     With a `batch`, CPU tensors are updated when that is run (CUDA tensors at once, in stream order).
     """
     numel, device = weight.numel(), weight.device
@@ -46,7 +47,7 @@ def adamw_fp32(
 def adamw_8bit(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | CodedGradient,
     exp_avg: Moment8,
     exp_avg_sq: Moment8,
     step: AdamWStep,
@@ -96,7 +97,7 @@ def check_moment_of(weight: torch.Tensor, moment: Moment8, name: str) -> None:
     check_flat(f"{name}.scales", moment.scales, torch.float32, num_blocks(weight.numel()), weight.device)
 
 
-def _check_weight(weight: torch.Tensor, remainder: torch.Tensor | None, gradient: torch.Tensor) -> None:
+def _check_weight(weight: torch.Tensor, remainder: torch.Tensor | None, gradient: torch.Tensor | CodedGradient) -> None:
     numel, device = weight.numel(), weight.device
     check_flat("weight", weight, torch.float32 if remainder is None else torch.bfloat16, numel, device)
     if remainder is not None:
@@ -104,7 +105,9 @@ def _check_weight(weight: torch.Tensor, remainder: torch.Tensor | None, gradient
     _check_gradient(gradient, numel, device)
 
 
-def _check_gradient(gradient: torch.Tensor, numel: int, device: torch.device) -> None:
+def _check_gradient(gradient: torch.Tensor | CodedGradient, numel: int, device: torch.device) -> None:
+    if isinstance(gradient, CodedGradient):
+        return gradient.check("gradient", numel, device)
     dtype = torch.float32 if gradient.dtype == torch.float32 else torch.bfloat16
     check_flat("gradient", gradient, dtype, numel, device)
 

@@ -25,7 +25,8 @@ import torch
 from lazytrain_plugin.errors import KernelError
 
 BLOCK = 64
-LARGEST_CODE = {8: 127, 10: 511}
+LARGEST_CODE = {8: 127, 10: 511, 16: 32767}
+"""16 bits: of sums at rest (coded_gradient.py), never on the wire."""
 BYTES_PER_BLOCK = {8: BLOCK + 2, 10: BLOCK + BLOCK // 4 + 2}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,7 +48,7 @@ def row_bytes(blocks: int, bits: int) -> int:
 
 
 def inverse_of_largest(bits: int) -> float:
-    """A little above 1 / 127 or 1 / 511: a product with it is never below the quotient, and steps are rounded up."""
+    """A little above 1 / 127 (511, 32767): a product with it is never below the quotient, and steps are rounded up."""
     return (1.0 + 2.0**-22) / LARGEST_CODE[bits]
 
 
@@ -108,7 +109,7 @@ def _triton(device: torch.device):
 
 
 def _check(values: torch.Tensor, bits: int, blocks: int, rows: torch.Tensor, *, whole: bool) -> None:
-    if bits not in LARGEST_CODE:
+    if bits not in BYTES_PER_BLOCK:
         raise KernelError(f"Gradient codes have 8 or 10 bits, not {bits}.")
     if values.dtype not in DTYPES or values.dim() != 1 or not values.is_contiguous():
         raise KernelError(
@@ -142,7 +143,7 @@ def _encode_reference(values: torch.Tensor, bits: int, blocks: int, rows_out: to
             x = values[first : first + wanted].to(torch.float32)
             if x.numel() < wanted:
                 x = torch.nn.functional.pad(x, (0, wanted - x.numel()))
-            q, step_bits = _codes(x.view(-1, BLOCK), bits)
+            q, step_bits = codes_of(x.view(-1, BLOCK), bits)
             steps[part].copy_(step_bits)
             if low is None:
                 codes[part].view(torch.int8).copy_(q)
@@ -153,7 +154,7 @@ def _encode_reference(values: torch.Tensor, bits: int, blocks: int, rows_out: to
                 low[part].copy_(quarters[:, 0] | quarters[:, 1] << 2 | quarters[:, 2] << 4 | quarters[:, 3] << 6)
 
 
-def _codes(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def codes_of(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of x fp32 [blocks, 64] as fp32 [blocks, 64], and the bf16 bits of their steps, int16 [blocks]."""
     largest_bits = (x.view(torch.int32) & MAGNITUDE_BITS).amax(dim=1)  # ordered as magnitudes, NaN above infinity
     finite = largest_bits < INFINITY_BITS

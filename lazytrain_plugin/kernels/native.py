@@ -18,6 +18,7 @@ import torch
 
 from lazytrain_plugin.errors import KernelError
 from lazytrain_plugin.kernels import reference, state8
+from lazytrain_plugin.kernels.coded_gradient import CodedGradient
 from lazytrain_plugin.kernels.scalars import AdamWScalars
 from lazytrain_plugin.kernels.state8 import Moment8
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("liblazytrain_kernels.so")
 ISAS = ("avx512vbmi", "avx512", "avx2", "generic")
 PLAIN_TORCH = "torch"
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 
 _lock = threading.Lock()
 _forced_plain_torch = False
@@ -58,12 +59,19 @@ class _CodeBook(ctypes.Structure):
     ]
 
 
+class _Gradient(ctypes.Structure):
+    _fields_ = [
+        ("values", ctypes.c_void_p),
+        ("steps", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+    ]
+
+
 class _AdamW(ctypes.Structure):
     _fields_ = [
         ("weight", ctypes.c_void_p),
         ("remainder", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
-        ("gradient_is_bf16", ctypes.c_int32),
+        ("gradient", _Gradient),
         ("scalars", _Scalars),
         ("exp_avg", ctypes.c_void_p),
         ("exp_avg_sq", ctypes.c_void_p),
@@ -106,7 +114,10 @@ def _loaded() -> ctypes.CDLL | None:
                     "split": (pointer, pointer, pointer, count),
                     "join": (pointer, pointer, pointer, count),
                     "accumulate": (pointer, pointer, integer, integer, count),
-                    "sum_squares": (pointer, integer, count, pointer),
+                    "sum_squares": (ctypes.POINTER(_Gradient), count, pointer),
+                    "encode_gradient": (pointer, integer, ctypes.POINTER(_Gradient), count),
+                    "decode_gradient": (ctypes.POINTER(_Gradient), pointer, count),
+                    "add_codes": (ctypes.POINTER(_Gradient), ctypes.POINTER(_Gradient), integer, count),
                 }.items():
                     getattr(library, f"lazytrain_{name}").argtypes = arguments
                 library.lazytrain_set_num_threads(default_num_threads(1))
@@ -240,14 +251,19 @@ class Batch:
         self._items.append(item)
 
 
+def _gradient(gradient: torch.Tensor | CodedGradient) -> _Gradient:
+    if isinstance(gradient, CodedGradient):
+        return _Gradient(gradient.codes.data_ptr(), gradient.steps.data_ptr(), 2 if gradient.bits == 8 else 3)
+    return _Gradient(gradient.data_ptr(), None, int(gradient.dtype == torch.bfloat16))
+
+
 def _structure(
-    weight: torch.Tensor, remainder: torch.Tensor | None, gradient: torch.Tensor, scalars: AdamWScalars
+    weight: torch.Tensor, remainder: torch.Tensor | None, gradient: torch.Tensor | CodedGradient, scalars: AdamWScalars
 ) -> _AdamW:
     return _AdamW(
         weight=weight.data_ptr(),
         remainder=None if remainder is None else remainder.data_ptr(),
-        gradient=gradient.data_ptr(),
-        gradient_is_bf16=gradient.dtype == torch.bfloat16,
+        gradient=_gradient(gradient),
         scalars=_Scalars(*(getattr(scalars, name) for name in AdamWScalars.__slots__)),
         numel=weight.numel(),
     )
@@ -256,7 +272,7 @@ def _structure(
 def adamw_fp32(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | CodedGradient,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     scalars: AdamWScalars,
@@ -272,7 +288,7 @@ def adamw_fp32(
 def adamw_8bit(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | CodedGradient,
     exp_avg: Moment8,
     exp_avg_sq: Moment8,
     scalars: AdamWScalars,
@@ -339,8 +355,31 @@ def accumulate(accumulator: torch.Tensor, gradient: torch.Tensor, first: bool) -
     )
 
 
-def sum_squares(values: torch.Tensor, lanes: torch.Tensor) -> None:
+def sum_squares(values: torch.Tensor | CodedGradient, lanes: torch.Tensor) -> None:
     library = _library()
     if library is None:
         return reference.sum_squares(values, lanes)
-    library.lazytrain_sum_squares(values.data_ptr(), values.dtype == torch.bfloat16, values.numel(), lanes.data_ptr())
+    library.lazytrain_sum_squares(_gradient(values), values.numel(), lanes.data_ptr())
+
+
+def encode_gradient(values: torch.Tensor, coded: CodedGradient) -> None:
+    library = _library()
+    if library is None:
+        return reference.encode_gradient(values, coded)
+    library.lazytrain_encode_gradient(
+        values.data_ptr(), values.dtype == torch.bfloat16, _gradient(coded), values.numel()
+    )
+
+
+def decode_gradient(coded: CodedGradient, values: torch.Tensor) -> None:
+    library = _library()
+    if library is None:
+        return reference.decode_gradient(coded, values)
+    library.lazytrain_decode_gradient(_gradient(coded), values.data_ptr(), values.numel())
+
+
+def add_codes(total: CodedGradient, arrived: CodedGradient, first: bool) -> None:
+    library = _library()
+    if library is None:
+        return reference.add_codes(total, arrived, first)
+    library.lazytrain_add_codes(_gradient(total), _gradient(arrived), first, total.numel())

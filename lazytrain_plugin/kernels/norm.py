@@ -11,20 +11,25 @@ from __future__ import annotations
 import torch
 
 from lazytrain_plugin.errors import KernelError
+from lazytrain_plugin.kernels.coded_gradient import CodedGradient
 from lazytrain_plugin.kernels.reference import LANES, PARTS
 from lazytrain_plugin.kernels.state8 import check_flat
 
 __all__ = ["LANES", "PARTS", "combine_lanes", "sum_squares_lanes"]
 
 
-def sum_squares_lanes(gradient: torch.Tensor, lanes_fp64_out: torch.Tensor) -> None:
-    """Writes the sums of squares of `gradient` [n] (bf16 or fp32) per lane to `lanes_fp64_out` [LANES], same device.
+def sum_squares_lanes(gradient: torch.Tensor | CodedGradient, lanes_fp64_out: torch.Tensor) -> None:
+    """Writes the sums of squares of `gradient` [n] per lane to `lanes_fp64_out` [LANES], same device.
 
-    NaN and infinities propagate. Raises KernelError when shapes, dtypes or devices don't fit.
+    `gradient`: bf16, fp32 or in codes. NaN and infinities propagate. Raises KernelError when shapes, dtypes or devices
+    don't fit.
     """
     device = gradient.device
-    dtype = torch.float32 if gradient.dtype == torch.float32 else torch.bfloat16
-    check_flat("gradient", gradient, dtype, gradient.numel(), device)
+    if isinstance(gradient, CodedGradient):
+        gradient.check("gradient", gradient.numel(), device)
+    else:
+        dtype = torch.float32 if gradient.dtype == torch.float32 else torch.bfloat16
+        check_flat("gradient", gradient, dtype, gradient.numel(), device)
     check_flat("lanes", lanes_fp64_out, torch.float64, LANES, device)
     if device.type == "cpu":
         from lazytrain_plugin.kernels import native

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from lazytrain_plugin.kernels import state8
+from lazytrain_plugin.kernels import gradient_codes, state8
+from lazytrain_plugin.kernels.coded_gradient import CodedGradient
 from lazytrain_plugin.kernels.scalars import AdamWScalars
 from lazytrain_plugin.kernels.state8 import BLOCK, CodeBook
 
@@ -81,14 +82,14 @@ def _store_weight(weight: torch.Tensor, remainder: torch.Tensor | None, part: sl
 def adamw_fp32(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | CodedGradient,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     scalars: AdamWScalars,
 ) -> None:
     for part in _chunks(weight.numel()):
         p = _load_weight(weight, remainder, part)
-        p, m, v = _updated(p, gradient[part], exp_avg[part], exp_avg_sq[part], scalars)
+        p, m, v = _updated(p, _values(gradient, part), exp_avg[part], exp_avg_sq[part], scalars)
         exp_avg[part].copy_(m)
         exp_avg_sq[part].copy_(v)
         _store_weight(weight, remainder, part, p)
@@ -97,7 +98,7 @@ def adamw_fp32(
 def adamw_8bit(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | CodedGradient,
     exp_avg: state8.Moment8,
     exp_avg_sq: state8.Moment8,
     scalars: AdamWScalars,
@@ -108,7 +109,7 @@ def adamw_8bit(
         blocks = slice(part.start // BLOCK, state8.num_blocks(part.stop))
         m = _decoded(exp_avg.codes[part], exp_avg.scales[blocks], signed=True)
         v = _decoded(exp_avg_sq.codes[part], exp_avg_sq.scales[blocks], signed=False)
-        p, m, v = _updated(_load_weight(weight, remainder, part), gradient[part], m, v, scalars)
+        p, m, v = _updated(_load_weight(weight, remainder, part), _values(gradient, part), m, v, scalars)
         _store_weight(weight, remainder, part, p)
         noise_m, noise_v = noise(first_index + part.start, m.numel(), seeds, m.device)
         exp_avg.codes[part], exp_avg.scales[blocks] = _encoded(m, noise_m, signed=True)
@@ -193,12 +194,48 @@ def accumulate(accumulator: torch.Tensor, gradient: torch.Tensor, first: bool) -
         accumulator.add_(gradient)
 
 
-def sum_squares(values: torch.Tensor, lanes: torch.Tensor) -> None:
+def _values(gradient: torch.Tensor | CodedGradient, part: slice) -> torch.Tensor:
+    """Elements of a gradient as fp32, or as they are where it has no codes. `part` starts at a multiple of 64."""
+    if not isinstance(gradient, CodedGradient):
+        return gradient[part]
+    numel = min(part.stop, gradient.numel()) - part.start
+    coded = gradient.part(part.start, numel)
+    codes = torch.nn.functional.pad(coded.codes, (0, -numel % gradient_codes.BLOCK)).view(-1, gradient_codes.BLOCK)
+    return (codes.to(torch.float32) * (coded.steps.to(torch.int32) << 16).view(torch.float32)[:, None]).view(-1)[:numel]
+
+
+def encode_gradient(values: torch.Tensor, coded: CodedGradient) -> None:
+    for part in _chunks(values.numel()):
+        _encode_codes(values[part].to(torch.float32), coded.part(part.start, part.stop - part.start))
+
+
+def _encode_codes(values: torch.Tensor, coded: CodedGradient) -> None:
+    numel = values.numel()
+    padded = torch.nn.functional.pad(values, (0, -numel % gradient_codes.BLOCK)).view(-1, gradient_codes.BLOCK)
+    counts, steps = gradient_codes.codes_of(padded, coded.bits)
+    coded.steps.copy_(steps)
+    coded.codes.copy_(counts.view(-1)[:numel])
+
+
+def decode_gradient(coded: CodedGradient, values: torch.Tensor) -> None:
+    for part in _chunks(values.numel()):
+        values[part] = _values(coded, part)
+
+
+def add_codes(total: CodedGradient, arrived: CodedGradient, first: bool) -> None:
+    for part in _chunks(total.numel()):
+        values = _values(arrived, part)
+        if not first:
+            values = _values(total, part) + values
+        _encode_codes(values, total.part(part.start, part.stop - part.start))
+
+
+def sum_squares(values: torch.Tensor | CodedGradient, lanes: torch.Tensor) -> None:
     """Lanes [1024] of sum_squares_lanes: rows of 1024, row r to part r % 256, parts row by row, then part by part."""
     numel = values.numel()
     parts = torch.zeros(PARTS, LANES, dtype=torch.float64, device=values.device)
     for begin in range(0, numel, PARTS * LANES):
-        rows = values[begin : begin + PARTS * LANES].to(torch.float64)
+        rows = _values(values, slice(begin, begin + PARTS * LANES)).to(torch.float64)
         rows = torch.nn.functional.pad(rows, (0, -rows.numel() % LANES)).view(-1, LANES)
         parts[: rows.shape[0]] += rows * rows
     lanes.copy_(parts[0])

@@ -30,10 +30,12 @@ def compile_kernel(kernel, pointers, **constants):
 
 
 if __name__ == "__main__":
-    for split in (True, False):
+    for split, gradient in ((True, "*bf16"), (False, "*fp32"), (True, "*i8"), (False, "*i16")):
         weight = "*i16" if split else "*fp32"
-        pointers = {"weight_ptr": weight, "remainder_ptr": weight, "gradient_ptr": "*bf16" if split else "*fp32"}
-        switches = {"USE_L2": not split, "LERP_FROM_GRADIENT": not split, "SPLIT": split}
+        coded = gradient.startswith("*i")
+        gradient_parts = {"gradient_ptr": gradient, "steps_ptr": "*i16" if coded else gradient}
+        pointers = {"weight_ptr": weight, "remainder_ptr": weight, **gradient_parts}
+        switches = {"USE_L2": not split, "LERP_FROM_GRADIENT": not split, "SPLIT": split, "CODED": coded}
         states = {"exp_avg_ptr": "*fp32", "exp_avg_sq_ptr": "*fp32"}
         ptx = compile_kernel(adamw.adamw_fp32_kernel, pointers | states, **switches, BLOCK=adamw.FP32_BLOCK)
         assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx
@@ -43,10 +45,11 @@ if __name__ == "__main__":
         )
         pointers |= states | books
         compile_kernel(adamw.adamw_8bit_kernel, pointers, **switches, BLOCKS=adamw.BLOCKS_PER_PROGRAM)
-    for kind in ("*bf16", "*fp32"):
+    for kind, coded in (("*bf16", False), ("*fp32", False), ("*i8", True), ("*i16", True)):
         compile_kernel(
             norm.sum_squares_parts_kernel,
-            {"values_ptr": kind, "parts_ptr": "*fp64"},
+            {"values_ptr": kind, "steps_ptr": "*i16" if coded else kind, "parts_ptr": "*fp64"},
+            CODED=coded,
             NUM_LANES=LANES,
             NUM_PARTS=PARTS,
             BLOCK=norm.LANES_PER_PROGRAM,

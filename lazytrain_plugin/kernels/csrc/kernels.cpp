@@ -1,5 +1,6 @@
 // The range functions of kernels.h, compiled once per instruction set (LT_TABLE names the table). No header with inline functions of
 // the standard library is included: such a function, compiled here for AVX-512, could be the copy that the linker keeps for all.
+#include "gradient_codes.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -64,17 +65,28 @@ LT_INLINE void store_weight(void* weight, int16_t* remainder, int64_t i, f32 p) 
     store((uint16_t*)weight + i, high);
     store(remainder + i, low);
 }
-template <bool kBf16>
-LT_INLINE f32 load_gradient(const void* gradient, int64_t i) {
-    if (kBf16) return bf16_to_float(load<u16>((const uint16_t*)gradient + i));
-    return load<f32>((const float*)gradient + i);
+template <GradientKind kKind>
+LT_INLINE f32 load_gradient(const Gradient& g, int64_t i) {
+    if (kKind == kCodes8 || kKind == kCodes16) return decode_vector<kKind>(g.values, g.steps, i);
+    return load_value<kKind == kBf16Values>(g.values, i);
+}
+// How the gradient's last elements are read, from the copy that `gradient_tail` makes.
+constexpr GradientKind tail_kind(GradientKind kind) { return kind == kBf16Values ? kBf16Values : kFp32Values; }
+
+template <GradientKind kKind>
+LT_INLINE void gradient_tail(const Gradient& g, int64_t at, int64_t count, void* copy) {
+    constexpr int bytes = kKind == kBf16Values ? 2 : 4;
+    if (kKind == kCodes8 || kKind == kCodes16)
+        for (int64_t i = 0; i < count; i++) ((float*)copy)[i] = decode_one(g, at + i);
+    else
+        memcpy(copy, (const char*)g.values + at * bytes, count * bytes);
 }
 
-template <bool kSplit, bool kBf16, bool kL2>
-LT_INLINE void fp32_vector(const Uniform& s, void* weight, int16_t* remainder, const void* gradient, float* m_at, float* v_at,
+template <bool kSplit, GradientKind kKind, bool kL2>
+LT_INLINE void fp32_vector(const Uniform& s, void* weight, int16_t* remainder, const Gradient& gradient, float* m_at, float* v_at,
                            int64_t i) {
     f32 p = load_weight<kSplit>(weight, remainder, i), m = load<f32>(m_at + i), v = load<f32>(v_at + i);
-    update<kL2>(s, p, load_gradient<kBf16>(gradient, i), m, v);
+    update<kL2>(s, p, load_gradient<kKind>(gradient, i), m, v);
     store(m_at + i, m);
     store(v_at + i, v);
     store_weight<kSplit>(weight, remainder, i, p);
@@ -87,11 +99,11 @@ struct Tail {
     alignas(64) float m[W] = {}, v[W] = {};
     alignas(64) uint8_t m_codes[W] = {}, v_codes[W] = {};
 
-    template <bool kSplit, bool kBf16>
+    template <bool kSplit, GradientKind kKind>
     void load_from(const AdamW& a, int64_t at, int64_t count) {
-        constexpr int weight_bytes = kSplit ? 2 : 4, gradient_bytes = kBf16 ? 2 : 4;
+        constexpr int weight_bytes = kSplit ? 2 : 4;
         memcpy(weight, (const char*)a.weight + at * weight_bytes, count * weight_bytes);
-        memcpy(gradient, (const char*)a.gradient + at * gradient_bytes, count * gradient_bytes);
+        gradient_tail<kKind>(a.gradient, at, count, gradient);
         if (kSplit) memcpy(remainder, a.remainder + at, count * 2);
     }
     template <bool kSplit>
@@ -102,18 +114,18 @@ struct Tail {
     }
 };
 
-template <bool kSplit, bool kBf16, bool kL2>
+template <bool kSplit, GradientKind kKind, bool kL2>
 void adamw_fp32_range(const AdamW& a, int64_t begin, int64_t end) {
     const Uniform s = Uniform::make(a.scalars);
     int64_t i = begin;
-    for (; i + W <= end; i += W) fp32_vector<kSplit, kBf16, kL2>(s, a.weight, a.remainder, a.gradient, a.exp_avg, a.exp_avg_sq, i);
+    for (; i + W <= end; i += W) fp32_vector<kSplit, kKind, kL2>(s, a.weight, a.remainder, a.gradient, a.exp_avg, a.exp_avg_sq, i);
     if (i == end) return;
     Tail t;
     const int64_t count = end - i;
-    t.load_from<kSplit, kBf16>(a, i, count);
+    t.load_from<kSplit, kKind>(a, i, count);
     memcpy(t.m, a.exp_avg + i, count * 4);
     memcpy(t.v, a.exp_avg_sq + i, count * 4);
-    fp32_vector<kSplit, kBf16, kL2>(s, t.weight, t.remainder, t.gradient, t.m, t.v, 0);
+    fp32_vector<kSplit, tail_kind(kKind), kL2>(s, t.weight, t.remainder, Gradient{t.gradient, nullptr, 0}, t.m, t.v, 0);
     t.store_weight_to<kSplit>(a, i, count);
     memcpy(a.exp_avg + i, t.m, count * 4);
     memcpy(a.exp_avg_sq + i, t.v, count * 4);
@@ -211,7 +223,7 @@ LT_INLINE void encode_block(const AdamW& a, const Book& mb, const Book& vb, cons
     if (v_scale != v_scale) memset(v_codes, a.unsigned_book->zero_code, count);
 }
 
-template <bool kSplit, bool kBf16, bool kL2>
+template <bool kSplit, GradientKind kKind, bool kL2>
 void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
     const Uniform s = Uniform::make(a.scalars);
     const Book mb = Book::make(*a.signed_book), vb = Book::make(*a.unsigned_book);
@@ -238,7 +250,7 @@ void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
             f32 p = load_weight<kSplit>(a.weight, a.remainder, at + i);
             f32 m = decoded ? load<f32>(m_buffer + i) : look_up(mb.values, load<u8>(m_codes + i)) * old_m_scale;
             f32 v = decoded ? load<f32>(v_buffer + i) : look_up(vb.values, load<u8>(v_codes + i)) * old_v_scale;
-            update<kL2>(s, p, load_gradient<kBf16>(a.gradient, at + i), m, v);
+            update<kL2>(s, p, load_gradient<kKind>(a.gradient, at + i), m, v);
             store_weight<kSplit>(a.weight, a.remainder, at + i, p);
             store(m_buffer + i, m);
             store(v_buffer + i, v);
@@ -249,13 +261,13 @@ void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
             const int64_t rest = count - whole;
             const i32 inside = ((i32)lane_numbers() < (int32_t)rest) & 0x7FFFFFFF;  // the padding must not reach the scales
             Tail t;
-            t.load_from<kSplit, kBf16>(a, at + whole, rest);
+            t.load_from<kSplit, kKind>(a, at + whole, rest);
             memcpy(t.m_codes, m_codes + whole, rest);
             memcpy(t.v_codes, v_codes + whole, rest);
             f32 p = load_weight<kSplit>(t.weight, t.remainder, 0);
             f32 m = look_up(mb.values, load<u8>(t.m_codes)) * old_m_scale;
             f32 v = look_up(vb.values, load<u8>(t.v_codes)) * old_v_scale;
-            update<kL2>(s, p, load_gradient<kBf16>(t.gradient, 0), m, v);
+            update<kL2>(s, p, load_value<tail_kind(kKind) == kBf16Values>(t.gradient, 0), m, v);
             store_weight<kSplit>(t.weight, t.remainder, 0, p);
             t.store_weight_to<kSplit>(a, at + whole, rest);
             store(m_buffer + whole, m);
@@ -269,23 +281,30 @@ void adamw_8bit_range(const AdamW& a, int64_t begin, int64_t end) {
     }
 }
 
-template <template <bool, bool, bool> class Range>
-LT_INLINE void dispatch(const AdamW& a, int64_t begin, int64_t end) {
-    const bool bf16 = a.gradient_is_bf16, l2 = a.scalars.use_l2;
-    if (a.remainder)
-        bf16 ? (l2 ? Range<1, 1, 1>::run(a, begin, end) : Range<1, 1, 0>::run(a, begin, end))
-             : (l2 ? Range<1, 0, 1>::run(a, begin, end) : Range<1, 0, 0>::run(a, begin, end));
-    else
-        bf16 ? (l2 ? Range<0, 1, 1>::run(a, begin, end) : Range<0, 1, 0>::run(a, begin, end))
-             : (l2 ? Range<0, 0, 1>::run(a, begin, end) : Range<0, 0, 0>::run(a, begin, end));
+template <template <bool, GradientKind, bool> class Range, bool kSplit, bool kL2>
+LT_INLINE void dispatch_kind(const AdamW& a, int64_t begin, int64_t end) {
+    switch (a.gradient.kind) {
+        case kFp32Values: return Range<kSplit, kFp32Values, kL2>::run(a, begin, end);
+        case kBf16Values: return Range<kSplit, kBf16Values, kL2>::run(a, begin, end);
+        case kCodes8: return Range<kSplit, kCodes8, kL2>::run(a, begin, end);
+        case kCodes16: return Range<kSplit, kCodes16, kL2>::run(a, begin, end);
+    }
 }
-template <bool kSplit, bool kBf16, bool kL2>
+template <template <bool, GradientKind, bool> class Range>
+LT_INLINE void dispatch(const AdamW& a, int64_t begin, int64_t end) {
+    const bool l2 = a.scalars.use_l2;
+    if (a.remainder)
+        l2 ? dispatch_kind<Range, true, true>(a, begin, end) : dispatch_kind<Range, true, false>(a, begin, end);
+    else
+        l2 ? dispatch_kind<Range, false, true>(a, begin, end) : dispatch_kind<Range, false, false>(a, begin, end);
+}
+template <bool kSplit, GradientKind kKind, bool kL2>
 struct Fp32Range {
-    static void run(const AdamW& a, int64_t begin, int64_t end) { adamw_fp32_range<kSplit, kBf16, kL2>(a, begin, end); }
+    static void run(const AdamW& a, int64_t begin, int64_t end) { adamw_fp32_range<kSplit, kKind, kL2>(a, begin, end); }
 };
-template <bool kSplit, bool kBf16, bool kL2>
+template <bool kSplit, GradientKind kKind, bool kL2>
 struct EightBitRange {
-    static void run(const AdamW& a, int64_t begin, int64_t end) { adamw_8bit_range<kSplit, kBf16, kL2>(a, begin, end); }
+    static void run(const AdamW& a, int64_t begin, int64_t end) { adamw_8bit_range<kSplit, kKind, kL2>(a, begin, end); }
 };
 void adamw_fp32(const AdamW& a, int64_t begin, int64_t end) { dispatch<Fp32Range>(a, begin, end); }
 void adamw_8bit(const AdamW& a, int64_t begin, int64_t end) { dispatch<EightBitRange>(a, begin, end); }
@@ -359,13 +378,13 @@ template <bool kBf16, bool kFirst>
 LT_INLINE void accumulate_range(float* accumulator, const void* gradient, int64_t begin, int64_t end) {
     int64_t i = begin;
     for (; i + W <= end; i += W) {
-        f32 g = load_gradient<kBf16>(gradient, i);
+        f32 g = load_value<kBf16>(gradient, i);
         store(accumulator + i, kFirst ? g : load<f32>(accumulator + i) + g);
     }
     if (i == end) return;
     alignas(64) char tail[4 * W] = {};
     memcpy(tail, (const char*)gradient + i * (kBf16 ? 2 : 4), (end - i) * (kBf16 ? 2 : 4));
-    f32 g = load_gradient<kBf16>(tail, 0), sum = {};
+    f32 g = load_value<kBf16>(tail, 0), sum = {};
     memcpy(&sum, accumulator + i, (end - i) * 4);
     sum = kFirst ? g : sum + g;
     memcpy(accumulator + i, &sum, (end - i) * 4);
@@ -379,25 +398,30 @@ void accumulate(float* accumulator, const void* gradient, int gradient_is_bf16, 
               : accumulate_range<false, false>(accumulator, gradient, begin, end);
 }
 
-template <bool kBf16>
-LT_INLINE void sum_squares_rows(const void* values, int64_t numel, int64_t part, double* lanes) {
+template <GradientKind kKind>
+LT_INLINE void sum_squares_rows(const Gradient& g, int64_t numel, int64_t part, double* lanes) {
     memset(lanes, 0, kLanes * sizeof(double));
     for (int64_t at = part * kLanes; at < numel; at += kParts * kLanes) {
         const int64_t count = numel - at < kLanes ? numel - at : kLanes;
         int64_t l = 0;
         for (; l + W <= count; l += W) {
-            f64 x = __builtin_convertvector(load_gradient<kBf16>(values, at + l), f64);
+            f64 x = __builtin_convertvector(load_gradient<kKind>(g, at + l), f64);
             store(lanes + l, load<f64>(lanes + l) + x * x);  // the square of an fp32 is exact in fp64
         }
         if (l == count) continue;
         alignas(64) char tail[4 * W] = {};
-        memcpy(tail, (const char*)values + (at + l) * (kBf16 ? 2 : 4), (count - l) * (kBf16 ? 2 : 4));
-        f64 x = __builtin_convertvector(load_gradient<kBf16>(tail, 0), f64);
+        gradient_tail<kKind>(g, at + l, count - l, tail);
+        f64 x = __builtin_convertvector(load_value<tail_kind(kKind) == kBf16Values>(tail, 0), f64);
         store(lanes + l, load<f64>(lanes + l) + x * x);
     }
 }
-void sum_squares_part(const void* values, int is_bf16, int64_t numel, int64_t part, double* lanes) {
-    is_bf16 ? sum_squares_rows<true>(values, numel, part, lanes) : sum_squares_rows<false>(values, numel, part, lanes);
+void sum_squares_part(const Gradient& g, int64_t numel, int64_t part, double* lanes) {
+    switch (g.kind) {
+        case kFp32Values: return sum_squares_rows<kFp32Values>(g, numel, part, lanes);
+        case kBf16Values: return sum_squares_rows<kBf16Values>(g, numel, part, lanes);
+        case kCodes8: return sum_squares_rows<kCodes8>(g, numel, part, lanes);
+        case kCodes16: return sum_squares_rows<kCodes16>(g, numel, part, lanes);
+    }
 }
 
 void add_lanes(double* lanes, const double* parts, int64_t num_parts) {
@@ -409,6 +433,7 @@ void add_lanes(double* lanes, const double* parts, int64_t num_parts) {
 }  // namespace
 
 extern const Kernels LT_TABLE;
-const Kernels LT_TABLE = {LT_NAME, adamw_fp32, adamw_8bit, quantize, dequantize, split, join, accumulate, sum_squares_part, add_lanes};
+const Kernels LT_TABLE = {LT_NAME, adamw_fp32, adamw_8bit, quantize, dequantize, split, join, accumulate, sum_squares_part, add_lanes,
+                          encode_gradient, decode_gradient, add_codes};
 
 }  // namespace lazytrain

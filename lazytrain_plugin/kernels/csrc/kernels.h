@@ -36,11 +36,23 @@ struct CodeBook {
     int32_t zero_code;    // 127 signed, 0 unsigned
 };
 
+// What a gradient is: values of their own precision, or codes (gradient_codes.h).
+enum GradientKind : int32_t { kFp32Values = 0, kBf16Values = 1, kCodes8 = 2, kCodes16 = 3 };
+struct Gradient {
+    const void* values;         // fp32, bf16, or codes int8 or int16
+    const uint16_t* steps;      // with codes: bf16 bits, one per 64 elements
+    int32_t kind;               // GradientKind
+};
+struct CodedGradient {          // codes that are written
+    void* codes;
+    uint16_t* steps;
+    int32_t kind;
+};
+
 struct AdamW {
     void* weight;               // bf16 when remainder is given, else fp32
     int16_t* remainder;
-    const void* gradient;
-    int32_t gradient_is_bf16;
+    Gradient gradient;
     AdamWScalars scalars;
     float* exp_avg;             // fp32 states
     float* exp_avg_sq;
@@ -64,8 +76,11 @@ struct Kernels {
     void (*split)(const float* master, uint16_t* weight, int16_t* remainder, int64_t begin, int64_t end);
     void (*join)(const uint16_t* weight, const int16_t* remainder, float* master, int64_t begin, int64_t end);
     void (*accumulate)(float* accumulator, const void* gradient, int gradient_is_bf16, int first, int64_t begin, int64_t end);
-    void (*sum_squares_part)(const void* values, int is_bf16, int64_t numel, int64_t part, double* lanes);  // lanes: [1024], written
+    void (*sum_squares_part)(const Gradient&, int64_t numel, int64_t part, double* lanes);  // lanes: [1024], written
     void (*add_lanes)(double* lanes, const double* parts, int64_t num_parts);  // lanes[l] = parts[0][l] + parts[1][l] + ...
+    void (*encode_gradient)(const void* values, int is_bf16, const CodedGradient&, int64_t begin, int64_t end);
+    void (*decode_gradient)(const Gradient&, float* values, int64_t begin, int64_t end);
+    void (*add_codes)(const CodedGradient& total, const Gradient& arrived, int first, int64_t begin, int64_t end);
 };
 
 extern const Kernels kGeneric;

@@ -84,7 +84,7 @@ using namespace lazytrain;
 #pragma GCC visibility push(default)
 extern "C" {
 
-int lazytrain_abi_version() { return 2; }
+int lazytrain_abi_version() { return 3; }
 
 const char* lazytrain_isa() { return kernels().name; }
 
@@ -152,16 +152,29 @@ void lazytrain_accumulate(float* accumulator, const void* gradient, int gradient
 }
 
 // lanes: [1024], written. A part never depends on the number of threads, so neither does the sum.
-void lazytrain_sum_squares(const void* values, int is_bf16, int64_t numel, double* lanes) {
+void lazytrain_sum_squares(const Gradient* gradient, int64_t numel, double* lanes) {
     const int64_t rows = (numel + kLanes - 1) / kLanes, num_parts = std::min(rows, kParts);
-    if (num_parts <= 1) return kernels().sum_squares_part(values, is_bf16, numel, 0, lanes);
+    if (num_parts <= 1) return kernels().sum_squares_part(*gradient, numel, 0, lanes);
     std::unique_ptr<double[]> parts(new double[num_parts * kLanes]);
     const int64_t parts_per_chunk = std::max<int64_t>(1, num_parts / 64);
     run_chunks((num_parts + parts_per_chunk - 1) / parts_per_chunk, [&](int64_t c) {
         for (int64_t p = c * parts_per_chunk; p < std::min(num_parts, (c + 1) * parts_per_chunk); p++)
-            kernels().sum_squares_part(values, is_bf16, numel, p, parts.get() + p * kLanes);
+            kernels().sum_squares_part(*gradient, numel, p, parts.get() + p * kLanes);
     });
     kernels().add_lanes(lanes, parts.get(), num_parts);
+}
+
+void lazytrain_encode_gradient(const void* values, int is_bf16, const CodedGradient* coded, int64_t numel) {
+    run_ranges(numel, [&](int64_t begin, int64_t end) { kernels().encode_gradient(values, is_bf16, *coded, begin, end); });
+}
+
+void lazytrain_decode_gradient(const Gradient* gradient, float* values, int64_t numel) {
+    run_ranges(numel, [&](int64_t begin, int64_t end) { kernels().decode_gradient(*gradient, values, begin, end); });
+}
+
+// total (16 bits) = what came (8 bits) if first, else total + what came.
+void lazytrain_add_codes(const CodedGradient* total, const Gradient* arrived, int first, int64_t numel) {
+    run_ranges(numel, [&](int64_t begin, int64_t end) { kernels().add_codes(*total, *arrived, first, begin, end); });
 }
 
 }  // extern "C"

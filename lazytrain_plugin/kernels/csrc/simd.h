@@ -95,6 +95,30 @@ LT_INLINE i32 widen(u8 x) {
 #endif
 }
 
+LT_INLINE i32 widen_signed(u8 x) {
+#if defined(__AVX512F__)
+    return (i32)_mm512_cvtepi8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+    return (i32)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#else
+    return (__builtin_convertvector(x, i32) ^ 128) - 128;
+#endif
+}
+
+LT_INLINE int32_t horizontal_max(i32 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__)
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xB1)));
+#else
+    int32_t result = x[0];
+    for (int i = 1; i < W; i++) result = x[i] > result ? x[i] : result;
+    return result;
+#endif
+}
+
 LT_INLINE f32 bf16_to_float(u16 x) { return (f32)(widen(x) << 16); }
 
 LT_INLINE f32 square_root(f32 x) {
@@ -125,6 +149,25 @@ LT_INLINE u8 narrow8(i32 x) {  // lanes are 0 .. 255
     return (u8)_mm_cvtsi128_si64(_mm_packus_epi16(half, half));
 #else
     return __builtin_convertvector(x, u8);
+#endif
+}
+
+// Four vectors of lanes -128 .. 127, or two of -32768 .. 32767, as signed bytes or words in order.
+LT_INLINE void store_signed8(void* to, const i32* x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i low = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), high = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+    const __m256i bytes = _mm256_packs_epi16(low, high);  // groups of four: 0 2 4 6 | 1 3 5 7
+    store(to, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+#else
+    for (int v = 0; v < 4; v++) store((char*)to + v * W, __builtin_convertvector(x[v], u8));
+#endif
+}
+
+LT_INLINE void store_signed16(void* to, const i32* x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    store(to, _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), 0xD8));
+#else
+    for (int v = 0; v < 2; v++) store((char*)to + 2 * v * W, __builtin_convertvector(x[v], i16));
 #endif
 }
 

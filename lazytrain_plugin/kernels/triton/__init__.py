@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+from contextlib import AbstractContextManager
+
+import torch
 
 from lazytrain_plugin.errors import KernelError
 
@@ -15,3 +19,8 @@ def require_triton() -> None:
         raise KernelError(
             "The kernels for CUDA tensors need Triton, which is not installed. Run: pip install 'triton>=3.6'"
         )
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device, whichever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()  # CPU: Triton's interpreter

@@ -6,17 +6,18 @@ square root are the IEEE ones. state8.py and split.py describe the formats, scal
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from contextlib import AbstractContextManager
 
 import torch
 import triton
 import triton.language as tl
 
 from lazytrain_plugin.kernels import state8
+from lazytrain_plugin.kernels.coded_gradient import CodedGradient
 from lazytrain_plugin.kernels.scalars import AdamWScalars
 from lazytrain_plugin.kernels.state8 import Moment8
+from lazytrain_plugin.kernels.triton import on_device
+from lazytrain_plugin.kernels.triton.coded_gradient import load_gradient, pointers
 
 FP32_BLOCK = 1024
 BLOCKS_PER_PROGRAM = 4  # quantization blocks: 8 elements a thread, 156 registers on sm_90
@@ -75,14 +76,15 @@ def update(
 
 @triton.jit
 def adamw_fp32_kernel(
-    weight_ptr, remainder_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, numel,
+    weight_ptr, remainder_ptr, gradient_ptr, steps_ptr, exp_avg_ptr, exp_avg_sq_ptr, numel,
     gradient_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, inv_sqrt_bias2, eps, minus_step_size,
-    USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr, SPLIT: tl.constexpr, CODED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
     p = load_weight(weight_ptr, remainder_ptr, offsets, inside, SPLIT)
-    g = tl.load(gradient_ptr + offsets, mask=inside, other=0.0)
+    g = load_gradient(gradient_ptr, steps_ptr, offsets, inside, CODED)
     m = tl.load(exp_avg_ptr + offsets, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq_ptr + offsets, mask=inside, other=0.0)
     p, m, v = update(
@@ -128,11 +130,12 @@ def noise_bits(index, seed0, seed1):
 
 @triton.jit(do_not_specialize=["first_index", "seed0", "seed1"])
 def adamw_8bit_kernel(
-    weight_ptr, remainder_ptr, gradient_ptr, m_codes_ptr, m_scales_ptr, v_codes_ptr, v_scales_ptr,
+    weight_ptr, remainder_ptr, gradient_ptr, steps_ptr, m_codes_ptr, m_scales_ptr, v_codes_ptr, v_scales_ptr,
     signed_values_ptr, signed_lines_ptr, unsigned_values_ptr, unsigned_lines_ptr,
     signed_top, signed_extreme, unsigned_top, unsigned_extreme, numel, first_index, seed0, seed1,
     gradient_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, inv_sqrt_bias2, eps, minus_step_size,
-    USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr, SPLIT: tl.constexpr, BLOCKS: tl.constexpr,
+    USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr, SPLIT: tl.constexpr, CODED: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     start = block * QUANTIZATION_BLOCK
@@ -141,7 +144,7 @@ def adamw_8bit_kernel(
     inside = offsets < numel
 
     p = load_weight(weight_ptr, remainder_ptr, offsets, inside, SPLIT)
-    g = tl.load(gradient_ptr + offsets, mask=inside, other=0.0)
+    g = load_gradient(gradient_ptr, steps_ptr, offsets, inside, CODED)
     m = tl.load(signed_values_ptr + tl.load(m_codes_ptr + offsets, mask=inside, other=0).to(tl.int32))
     v = tl.load(unsigned_values_ptr + tl.load(v_codes_ptr + offsets, mask=inside, other=0).to(tl.int32))
     m = m * tl.load(m_scales_ptr + block, mask=block_inside, other=0.0)[:, None]
@@ -179,15 +182,16 @@ def _book_tensors(signed: bool, device: torch.device) -> tuple[torch.Tensor, tor
     return values, torch.tensor(book.decade_tables(), dtype=torch.float32, device=device)
 
 
-def on_device(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device, whichever the tensors are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()  # CPU: Triton's interpreter
-
-
-def _common(weight: torch.Tensor, remainder: torch.Tensor | None, scalars: AdamWScalars) -> tuple[tuple, tuple, dict]:
-    """Pointers of the weight, floats and switches of one launch."""
+def _common(
+    weight: torch.Tensor,
+    remainder: torch.Tensor | None,
+    gradient: torch.Tensor | CodedGradient,
+    scalars: AdamWScalars,
+) -> tuple[tuple, tuple, dict]:
+    """Pointers of weight and gradient, floats and switches of one launch."""
     split = remainder is not None
-    pointers = (weight.view(torch.int16), remainder) if split else (weight, weight)
+    values, steps, coded = pointers(gradient)
+    weights = (weight.view(torch.int16), remainder) if split else (weight, weight)
     floats = (
         scalars.gradient_scale, scalars.l2, scalars.decay, scalars.lerp_weight, scalars.beta2, scalars.one_minus_beta2,
         scalars.inv_sqrt_bias2, scalars.eps, scalars.minus_step_size,
@@ -196,15 +200,16 @@ def _common(weight: torch.Tensor, remainder: torch.Tensor | None, scalars: AdamW
         "USE_L2": scalars.use_l2,
         "LERP_FROM_GRADIENT": scalars.lerp_from_gradient,
         "SPLIT": split,
+        "CODED": coded,
         "enable_fp_fusion": False,
     }
-    return pointers, floats, switches
+    return (*weights, values, steps), floats, switches
 
 
 def adamw_fp32(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | CodedGradient,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     scalars: AdamWScalars,
@@ -212,17 +217,17 @@ def adamw_fp32(
     numel = weight.numel()
     if numel == 0:
         return
-    pointers, floats, switches = _common(weight, remainder, scalars)
+    tensors, floats, switches = _common(weight, remainder, gradient, scalars)
     with on_device(weight.device):
         adamw_fp32_kernel[(triton.cdiv(numel, FP32_BLOCK),)](
-            *pointers, gradient, exp_avg, exp_avg_sq, numel, *floats, **switches, BLOCK=FP32_BLOCK
+            *tensors, exp_avg, exp_avg_sq, numel, *floats, **switches, BLOCK=FP32_BLOCK
         )
 
 
 def adamw_8bit(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | CodedGradient,
     exp_avg: Moment8,
     exp_avg_sq: Moment8,
     scalars: AdamWScalars,
@@ -232,14 +237,14 @@ def adamw_8bit(
     numel = weight.numel()
     if numel == 0:
         return
-    pointers, floats, switches = _common(weight, remainder, scalars)
+    tensors, floats, switches = _common(weight, remainder, gradient, scalars)
     signed, unsigned = state8.code_book(True), state8.code_book(False)
     seed0, seed1 = (
         seed - 2**32 if seed >= 2**31 else seed for seed in seeds
     )  # int32 for every seed: one compiled kernel
     with on_device(weight.device):
         adamw_8bit_kernel[(triton.cdiv(state8.num_blocks(numel), BLOCKS_PER_PROGRAM),)](
-            *pointers, gradient, exp_avg.codes, exp_avg.scales, exp_avg_sq.codes, exp_avg_sq.scales,
+            *tensors, exp_avg.codes, exp_avg.scales, exp_avg_sq.codes, exp_avg_sq.scales,
             *_book_tensors(True, weight.device), *_book_tensors(False, weight.device),
             signed.top, signed.extreme, unsigned.top, unsigned.extreme, numel, first_index, seed0, seed1,
             *floats, **switches, BLOCKS=BLOCKS_PER_PROGRAM,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from lazytrain_plugin.kernels import gradient_codes as codes
-from lazytrain_plugin.kernels.triton.adamw import on_device
+from lazytrain_plugin.kernels.triton import on_device
 
 BLOCKS = 16
 NUM_WARPS = 4
@@ -37,17 +37,8 @@ def low_bits_offsets(block):
 
 
 @triton.jit
-def encode_kernel(
-    values_ptr, rows_ptr, steps_ptr, numel, blocks, row_bytes, inverse_of_largest, largest_code,
-    BITS: tl.constexpr, NUM: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(0).to(tl.int64) * NUM + tl.arange(0, NUM)
-    inside = block < blocks
-    offsets = tile_offsets(block)
-    source = row * blocks * BLOCK + offsets
-    x = tl.load(values_ptr + source, mask=inside[:, None, None] & (source < numel), other=0.0).to(tl.float32)
-
+def codes_of(x, inverse_of_largest, largest_code):
+    """Codes int32 of blocks x fp32 [n, 4, 16], and the bf16 bits of their steps, int32 [n]."""
     bits = x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
     largest_bits = tl.max(tl.max(bits, axis=2), axis=1)
     finite = largest_bits < INFINITY_BITS
@@ -60,7 +51,22 @@ def encode_kernel(
     magnitude = tl.where(finite[:, None, None], tl.abs(x) * inverse[:, None, None], 0.0)
     count = tl.minimum(tl.floor(magnitude + 0.5), largest_code).to(tl.int32)
     code = tl.where(x.to(tl.int32, bitcast=True) < 0, -count, count)
+    return code, high
 
+
+@triton.jit
+def encode_kernel(
+    values_ptr, rows_ptr, steps_ptr, numel, blocks, row_bytes, inverse_of_largest, largest_code,
+    BITS: tl.constexpr, NUM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0).to(tl.int64) * NUM + tl.arange(0, NUM)
+    inside = block < blocks
+    offsets = tile_offsets(block)
+    source = row * blocks * BLOCK + offsets
+    x = tl.load(values_ptr + source, mask=inside[:, None, None] & (source < numel), other=0.0).to(tl.float32)
+
+    code, high = codes_of(x, inverse_of_largest, largest_code)
     target = rows_ptr + row * row_bytes
     if BITS == 8:
         tl.store(target + offsets, (code & 0xFF).to(tl.uint8), mask=inside[:, None, None])

@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from lazytrain_plugin.kernels.coded_gradient import CodedGradient
 from lazytrain_plugin.kernels.reference import LANES, PARTS
-from lazytrain_plugin.kernels.triton.adamw import on_device
+from lazytrain_plugin.kernels.triton import on_device
+from lazytrain_plugin.kernels.triton.coded_gradient import load_gradient, pointers
 
 LANES_PER_PROGRAM = 512
 ROWS_IN_FLIGHT = 8  # their loads don't wait for each other's additions
@@ -16,8 +18,9 @@ FOLD_LANES = 64
 
 @triton.jit
 def sum_squares_parts_kernel(
-    values_ptr, parts_ptr, numel, num_rounds,
-    NUM_LANES: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    values_ptr, steps_ptr, parts_ptr, numel, num_rounds,
+    CODED: tl.constexpr, NUM_LANES: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -25,7 +28,7 @@ def sum_squares_parts_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for _ in range(num_rounds):
         for _row in tl.static_range(ROWS):
-            x = tl.load(values_ptr + offsets, mask=offsets < numel, other=0.0).to(tl.float64)
+            x = load_gradient(values_ptr, steps_ptr, offsets, offsets < numel, CODED).to(tl.float64)
             total += x * x  # exact, and a masked row adds 0, which changes nothing
             offsets += NUM_PARTS * NUM_LANES
     tl.store(parts_ptr + part * NUM_LANES + lanes, total)
@@ -40,16 +43,17 @@ def add_parts_kernel(parts_ptr, lanes_ptr, num_parts, NUM_LANES: tl.constexpr, B
     tl.store(lanes_ptr + lanes, total)
 
 
-def sum_squares(values: torch.Tensor, lanes: torch.Tensor) -> None:
+def sum_squares(values: torch.Tensor | CodedGradient, lanes: torch.Tensor) -> None:
     numel = values.numel()
     num_parts = min(PARTS, triton.cdiv(numel, LANES))
     if num_parts == 0:
         lanes.zero_()
         return
     parts = torch.empty(num_parts, LANES, dtype=torch.float64, device=values.device)
+    codes, steps, coded = pointers(values)
     with on_device(values.device):
         sum_squares_parts_kernel[(num_parts, LANES // LANES_PER_PROGRAM)](
-            values, parts, numel, triton.cdiv(numel, LANES * PARTS * ROWS_IN_FLIGHT),
-            NUM_LANES=LANES, NUM_PARTS=PARTS, BLOCK=LANES_PER_PROGRAM, ROWS=ROWS_IN_FLIGHT,
+            codes, steps, parts, numel, triton.cdiv(numel, LANES * PARTS * ROWS_IN_FLIGHT),
+            CODED=coded, NUM_LANES=LANES, NUM_PARTS=PARTS, BLOCK=LANES_PER_PROGRAM, ROWS=ROWS_IN_FLIGHT,
         )  # fmt: skip
         add_parts_kernel[(LANES // FOLD_LANES,)](parts, lanes, num_parts, NUM_LANES=LANES, BLOCK=FOLD_LANES)
