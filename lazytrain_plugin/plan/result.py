@@ -29,6 +29,9 @@ class UnitPlan:
     """Home of the gradients between backward and update; None: GPU for states on the GPU, else CPU."""
     state_bits: int = 32
     """Bits of one optimizer moment element: 32 or 8 (block-wise, block 256)."""
+    gradient_bits: int = 16
+    """Bits of one gradient element at rest: 16, the weight's own precision (with fp32 sums), or 8 (block-wise codes,
+    block 64, with 16-bit sums). The norm, and with it clipping, is taken before."""
     activations: Activations = Activations.RECOMPUTE
     """What is saved between forward and backward beside the input. Ignored for stem units."""
     boundary: Tier = Tier.GPU
@@ -45,6 +48,10 @@ class UnitPlan:
     def __post_init__(self) -> None:
         if self.state_bits not in (8, 32):
             raise PlanMismatchError(f"{self.name}: state_bits is {self.state_bits}; the formats are 32 and 8")
+        if self.gradient_bits not in (8, 16):
+            raise PlanMismatchError(
+                f"{self.name}: gradient_bits is {self.gradient_bits}; the formats are 16 (the weight's own) and 8"
+            )
         if not {self.saved_bits, self.boundary_bits} <= set(ACTIVATION_BITS):
             raise PlanMismatchError(
                 f"{self.name}: activations in {self.saved_bits} and {self.boundary_bits} bits; "
@@ -124,6 +131,12 @@ class PlacementPlan:
             raise PlanMismatchError(
                 f"{lossy.name}: {min(lossy.saved_bits, lossy.boundary_bits)}-bit activations in a plan of fidelity "
                 '"exact"; plan with "fidelity": "compact" to allow them'
+            )
+        lossy = next((unit for unit in (*self.units, *self.stem) if unit.gradient_bits < 16), None)
+        if self.fidelity == Fidelity.EXACT and lossy is not None:
+            raise PlanMismatchError(
+                f'{lossy.name}: 8-bit gradients in a plan of fidelity "exact"; plan with "fidelity": "compact" to '
+                "allow them"
             )
 
     def unit(self, name: str) -> UnitPlan:

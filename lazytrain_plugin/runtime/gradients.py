@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from lazytrain_plugin.kernels.adamw import accumulate
 from lazytrain_plugin.plan.simulate import Resource
+from lazytrain_plugin.runtime.gradient_format import add_up
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.slots import Outbox
 from lazytrain_plugin.runtime.streams import Streams
@@ -20,8 +20,9 @@ Gradients = list[tuple[UnitTensor, torch.Tensor]]
 class GradientSink:
     """Sends gradients to their homes and sums them for the norm.
 
-    A single micro-batch per step leaves the gradient as it came (bf16). With several, or when a tensor gets a second
-    gradient (a layer that is used twice), arrivals are added up in fp32 at home; nothing travels back.
+    A single micro-batch per step leaves the gradient as it came (bf16, or 8-bit codes made here, on the device). With
+    several, or when a tensor gets a second gradient (a layer that is used twice), arrivals are added up in fp32 at
+    home; nothing travels back. The norm takes a gradient before it becomes codes, and a sum as the update reads it.
     """
 
     def __init__(self, streams: Streams, worker: UpdateWorker, norm) -> None:
@@ -49,8 +50,9 @@ class GradientSink:
             if unit.arrived.get(tensor) == Arrival.WHOLE:
                 unit.arrived[tensor] = Arrival.SUMMED
                 self._add_up(unit, tensor, first=True)
-            unit.home.keep_gradient(tensor, in_storage_order(tensor, gradient))
-            first = self._arrive(unit, tensor, unit.home.gradient(tensor))
+            raw = in_storage_order(tensor, gradient)
+            first = self._arrive(unit, tensor, raw)
+            unit.home.keep_gradient(tensor, raw)
             if unit.arrived[tensor] == Arrival.SUMMED:
                 self._add_up(unit, tensor, first=first)
                 unit.home.keep_gradient(tensor, None)
@@ -61,13 +63,14 @@ class GradientSink:
         if on_nvme is not None:
             with self._streams.host_waits("gradients"):
                 buffer = on_nvme.arrive(fresh=Arrival.WHOLE not in unit.arrived.values())
-        pieces, sums = [], []
+        raws, sums = [], []
         for tensor, gradient in gradients:
             raw = in_storage_order(tensor, gradient)
             first = self._arrive(unit, tensor, raw)
             if unit.arrived[tensor] == Arrival.SUMMED:
                 sums.append((tensor, first))
-            pieces.append((buffer, tensor.gradient_offset_bytes, raw))
+            raws.append((tensor, raw))
+        pieces = [(buffer, offset_bytes, piece) for offset_bytes, piece in unit.home.gradient_format.pieces(raws)]
         unit.gradient_event = self.outbox.send(unit, pieces, after=unit.gradients_read_event)
         if on_nvme is not None:
             on_nvme.arrived(unit.gradient_event, stays=not sums)
@@ -119,7 +122,7 @@ class GradientSink:
 
     def _add_up(self, unit: Unit, tensor: UnitTensor, *, first: bool, last: bool | None = None) -> None:
         total = unit.home.accumulated(tensor)
-        accumulate(total, unit.home.gradient(tensor), first=first)
+        add_up(total, unit.home.gradient(tensor), first=first)
         if self.last_micro_batch if last is None else last:
             self._norm.add(tensor, total)
 
@@ -144,7 +147,7 @@ class GradientSink:
             with unit.home.gradients_in_memory(), unit.home.sums_in_memory(changes=True):
                 for tensor in whole:
                     unit.arrived[tensor] = Arrival.SUMMED
-                    accumulate(unit.home.accumulated(tensor), unit.home.gradient(tensor), first=True)
+                    add_up(unit.home.accumulated(tensor), unit.home.gradient(tensor), first=True)
         unit.home.drop_gradients()
 
     def complete_norms(self, units: list[Unit]) -> None:

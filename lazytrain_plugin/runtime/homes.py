@@ -12,6 +12,7 @@ from lazytrain_plugin.kernels.adamw import Moment8
 from lazytrain_plugin.kernels.split import join_master, split_master
 from lazytrain_plugin.kernels.state8 import dequantize_moment, quantize_moment
 from lazytrain_plugin.plan.result import UnitPlan
+from lazytrain_plugin.runtime.gradient_format import Gradient, GradientFormat, take_over
 from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.nvme.gradients import NvmeGradients
@@ -58,10 +59,11 @@ class UnitHome:
             for tensor in (layout.tensors if self.on_gpu else ())
         }
         self.state_buffers: dict[str, HostBuffer] = {}
-        """States in host memory by the key of their flat; the sum over micro-batches is `ACCUMULATOR`."""
+        """States in host memory by the key of their flat; sums over micro-batches are `ACCUMULATOR`."""
+        self.gradient_format = GradientFormat(layout, plan.gradient_bits)
         self.gradient_buffer: HostBuffer | None = None
         self._host_gradients: torch.Tensor | None = None
-        self._gpu_gradients: dict[UnitTensor, torch.Tensor] = {}
+        self._gpu_gradients: dict[UnitTensor, Gradient] = {}
         self.accumulator: torch.Tensor | None = None
         self.remainder: torch.Tensor | None = None
         self.moments: dict[str, torch.Tensor] = {}
@@ -79,11 +81,11 @@ class UnitHome:
 
     def _allocate_states(self, pin: bool, nvme: NvmeStores | None) -> None:
         if self.plan.gradient_tier == Tier.NVME:
-            layout = self.layout
-            self.nvme_gradients = nvme.gradients(layout.gradient_bytes, layout.state_numel, name=self.plan.name)
+            self.nvme_gradients = nvme.gradients(self.gradient_format, name=self.plan.name)
         elif not self.states_on_gpu:
-            self.gradient_buffer = HostBuffer(self.layout.gradient_bytes, pin=pin)
-            self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, self.layout.gradient_bytes)
+            nbytes = self.gradient_format.arrival_bytes
+            self.gradient_buffer = HostBuffer(nbytes, pin=pin)
+            self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, nbytes)
         flats = state_flats(self.layout, self.plan, native=self.native)
         if self.plan.states == Tier.NVME:
             self.nvme_states = nvme.states(flats, what=f"states of {self.plan.name}")
@@ -170,15 +172,16 @@ class UnitHome:
             return Moment8(codes=tensor.state_view(codes), scales=tensor.block_view(scales))
         return tensor.state_view(self.moments[name])
 
-    def gradient(self, tensor: UnitTensor) -> torch.Tensor:
-        """The gradient as it arrived, 1-D [numel] in storage order, in the weight's dtype."""
+    def gradient(self, tensor: UnitTensor) -> Gradient:
+        """The gradient as it arrived, 1-D [numel] in storage order, in the weight's dtype or in codes."""
         if self.states_on_gpu:
             return self._gpu_gradients[tensor]
-        return tensor.gradient_view(self._host_gradients)
+        return self.gradient_format.arrival(tensor, self._host_gradients)
 
-    def keep_gradient(self, tensor: UnitTensor, gradient: torch.Tensor | None) -> None:
-        """States on the GPU: holds the tensor that autograd made, until the update has used it (None lets go of it)."""
-        self._gpu_gradients[tensor] = gradient
+    def keep_gradient(self, tensor: UnitTensor, raw: torch.Tensor | None) -> None:
+        """States on the GPU: holds the tensor that autograd made, or its codes, until the update has used it (None lets
+        go of it)."""
+        self._gpu_gradients[tensor] = None if raw is None else self.gradient_format.at_rest(raw)
 
     def drop_gradients(self) -> None:
         """The gradients that rested on the GPU or on NVMe have been used (or are not going to be)."""
@@ -186,11 +189,12 @@ class UnitHome:
         if self.nvme_gradients is not None:
             self.nvme_gradients.forget()
 
-    def accumulated(self, tensor: UnitTensor) -> torch.Tensor:
-        """The fp32 sum over micro-batches, 1-D [numel]; its memory is made at first use."""
+    def accumulated(self, tensor: UnitTensor) -> Gradient:
+        """The sum over micro-batches, 1-D [numel], fp32 or in codes; its memory is made at first use."""
+        form = self.gradient_format
         if self.accumulator is None:
-            self.accumulator = self._state(ACCUMULATOR, torch.float32, self.layout.state_numel)
-        return tensor.state_view(self.accumulator)
+            self.accumulator = self._state(ACCUMULATOR, form.sum_dtype, form.sum_numel)
+        return form.sum(tensor, self.accumulator)
 
     # Masters and moments as fp32, for checkpoints and moves. Storage order, 1-D [numel], on the CPU.
 
@@ -306,7 +310,7 @@ class UnitHome:
         if tensors:
             with self.sums_in_memory(changes=True), other.sums_in_memory(changes=False):
                 for tensor in tensors:
-                    self.accumulated(tensor).copy_(other.accumulated(tensor))
+                    take_over(self.accumulated(tensor), other.accumulated(tensor))
 
     def for_each_host_buffer(self, action: Callable[[HostBuffer], None]) -> None:
         for buffer in (self.host_buffer, self.gradient_buffer, *self.state_buffers.values()):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lazytrain_plugin.kernels.norm import LANES, combine_lanes, sum_squares_lanes
+from lazytrain_plugin.runtime.gradient_format import Gradient, as_values
 from lazytrain_plugin.runtime.layout import UnitTensor
 
 
@@ -41,7 +42,7 @@ class LaneNorm:
         }
         self._summed_on: dict[UnitTensor, str] = {}
 
-    def add(self, tensor: UnitTensor, gradient: torch.Tensor) -> None:
+    def add(self, tensor: UnitTensor, gradient: Gradient) -> None:
         """Sums a complete gradient, 1-D in storage order, on the device that it is on."""
         kind = gradient.device.type
         sum_squares_lanes(gradient, self._lanes[kind][tensor.index])
@@ -73,8 +74,8 @@ class TorchNorm:
     def __init__(self) -> None:
         self._norms: dict[UnitTensor, torch.Tensor] = {}
 
-    def add(self, tensor: UnitTensor, gradient: torch.Tensor) -> None:
-        self._norms[tensor] = torch.linalg.vector_norm(tensor.shaped(gradient).float())
+    def add(self, tensor: UnitTensor, gradient: Gradient) -> None:
+        self._norms[tensor] = torch.linalg.vector_norm(tensor.shaped(as_values(gradient)).float())
 
     def has(self, tensor: UnitTensor) -> bool:
         return tensor in self._norms

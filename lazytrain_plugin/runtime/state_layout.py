@@ -10,7 +10,7 @@ from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """Names of the AdamW moments and whether their values are signed."""
 ACCUMULATOR = "accumulator"
-"""Key of the fp32 sum over micro-batches, which is no state: it lasts for one window."""
+"""Key of the sums over micro-batches, which are no state: they last for one window."""
 CODEC = ("codes", "scales")
 """Parts of an 8-bit moment."""
 

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from lazytrain_plugin.kernels.adamw import Moment8
+from lazytrain_plugin.kernels.coded_gradient import CodedGradient
+from lazytrain_plugin.kernels.gradient_codes import BLOCK as CODE_BLOCK
+from lazytrain_plugin.plan.result import UnitPlan
+from lazytrain_plugin.runtime.gradient_format import Gradient
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, state_flats
@@ -20,11 +24,13 @@ from lazytrain_plugin.runtime.unit import Arrival
 from lazytrain_plugin.units import align_up
 
 BLOCK = ALIGNMENT_ELEMENTS
-GRADIENT_BYTES_PER_BLOCK = 4 * BLOCK
-"""At most: of the fp32 sum, and of gradients with the padding between small ones."""
+GRADIENT_BYTES_PER_BLOCK = {16: 4 * BLOCK, 8: 2 * BLOCK + 2 * BLOCK // CODE_BLOCK}
+"""By gradient bits, at most: of the sum, and of gradients with the padding between small ones."""
 PADDING_BYTES = 1024
 """Between the parts of a chunk."""
 GRADIENT = "gradient"
+STEPS = "steps"
+"""Of a gradient in codes, beside `GRADIENT` or `ACCUMULATOR`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +111,18 @@ def bytes_per_block(home: UnitHome) -> int:
     """What 256 elements of a unit take in a slot: states, and the gradient or its sum."""
     flats = state_flats(home.layout, home.plan, native=True)
     num_blocks = home.layout.state_numel // BLOCK
-    return sum(dtype.itemsize * numel for _, dtype, numel in flats) // num_blocks + GRADIENT_BYTES_PER_BLOCK
+    return (
+        sum(dtype.itemsize * numel for _, dtype, numel in flats) // num_blocks
+        + GRADIENT_BYTES_PER_BLOCK[home.plan.gradient_bits]
+    )
 
 
 class Staged:
     """The states and gradients of one chunk in a slot."""
 
-    def __init__(self, chunk: Chunk, parts: dict[str, torch.Tensor], state_bits: int) -> None:
-        self._chunk, self._parts, self._state_bits = chunk, parts, state_bits
+    def __init__(self, chunk: Chunk, parts: dict[str, torch.Tensor], plan: UnitPlan) -> None:
+        self._chunk, self._parts = chunk, parts
+        self._state_bits, self._gradient_bits = plan.state_bits, plan.gradient_bits
 
     def remainder(self, span: Span) -> torch.Tensor | None:
         return self._elements("remainder", span) if span.tensor.is_split else None
@@ -124,8 +134,12 @@ class Staged:
         scales = self._parts[f"{name}.scales"][first : first - (-span.numel // BLOCK)]
         return Moment8(codes=self._elements(f"{name}.codes", span), scales=scales)
 
-    def gradient(self, span: Span) -> torch.Tensor:
-        if self._chunk.arrival == Arrival.SUMMED:
+    def gradient(self, span: Span) -> Gradient:
+        summed = self._chunk.arrival == Arrival.SUMMED
+        if self._gradient_bits == 8:
+            codes = CodedGradient(self._parts[ACCUMULATOR if summed else GRADIENT], self._parts[STEPS])
+            return codes.part(self._first(span), span.numel)
+        if summed:
             return self._elements(ACCUMULATOR, span)
         itemsize = span.tensor.dtype.itemsize
         start = span.tensor.gradient_offset_bytes + span.start * itemsize
@@ -156,13 +170,13 @@ class StateSlot:
             buffer.read(start, part)
             parts[key] = part.view(dtype)
             end += align_up(nbytes, BLOCK)
-        return Staged(chunk, parts, home.plan.state_bits)
+        return Staged(chunk, parts, home.plan)
 
     def store(self, home: UnitHome, chunk: Chunk) -> None:
         """Starts bringing the states of the chunk that was loaded last home, on the current stream."""
         end = 0
         for key, _, buffer, start, nbytes in self._pieces(home, chunk):
-            if key not in (GRADIENT, ACCUMULATOR):
+            if key not in (GRADIENT, ACCUMULATOR, STEPS):
                 buffer.write(start, self._memory[end : end + nbytes])
             end += align_up(nbytes, BLOCK)
 
@@ -170,7 +184,14 @@ class StateSlot:
         """(key, dtype, buffer at home, offset there, bytes) of what makes up a chunk."""
         num_blocks = home.layout.state_numel // BLOCK
         flats = [*state_flats(home.layout, home.plan, native=True)]
-        if chunk.arrival == Arrival.SUMMED:
+        form, summed = home.gradient_format, chunk.arrival == Arrival.SUMMED
+        if form.coded:
+            buffer = home.state_buffers[ACCUMULATOR] if summed else home.gradient_buffer
+            kinds = ((ACCUMULATOR, torch.int16) if summed else (GRADIENT, torch.int8), (STEPS, torch.int16))
+            ranges = form.ranges(chunk.first_element, chunk.numel, summed=summed)
+            for (key, dtype), (start, nbytes) in zip(kinds, ranges, strict=True):
+                yield key, dtype, buffer, start, nbytes
+        elif summed:
             flats.append((ACCUMULATOR, torch.float32, home.layout.state_numel))
         else:
             start, end = chunk.byte_range("gradient_offset_bytes")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lazytrain_plugin.runtime.executor import Executor
+from lazytrain_plugin.runtime.gradient_format import as_values
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.state import ParamRecord, StateValue
 from lazytrain_plugin.runtime.state_layout import MOMENTS
@@ -81,7 +82,7 @@ class ExecutorState:
             unit.fold_ticket.wait()
         home = unit.home
         with home.gradients_in_memory() if arrival == Arrival.WHOLE else home.sums_in_memory(changes=False):
-            values = logical_order(tensor, gradient_of(unit, tensor, arrival))
+            values = logical_order(tensor, as_values(gradient_of(unit, tensor, arrival)))
             # What comes from NVMe is in memory that is someone else's next.
             return values.clone() if home.nvme_gradients is not None else values
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, Moment8, accumulate, adamw_8bit, adamw_fp32
+from lazytrain_plugin.runtime.gradient_format import Gradient, as_values
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.unit import Arrival, Unit
 
@@ -41,8 +42,8 @@ def _is_counter(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
 
 
-def gradient_of(unit: Unit, tensor: UnitTensor, arrival: Arrival) -> torch.Tensor:
-    """The window's gradient, 1-D in storage order: as it arrived, or the fp32 sum."""
+def gradient_of(unit: Unit, tensor: UnitTensor, arrival: Arrival) -> Gradient:
+    """The window's gradient, 1-D in storage order: as it arrived, or the sum."""
     return unit.home.accumulated(tensor) if arrival == Arrival.SUMMED else unit.home.gradient(tensor)
 
 
@@ -50,7 +51,7 @@ def update_span(
     tensor: UnitTensor,
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
-    gradient: torch.Tensor,
+    gradient: Gradient,
     moments: tuple[torch.Tensor | Moment8, torch.Tensor | Moment8],
     step: AdamWStep,
     *,
@@ -151,7 +152,7 @@ class ClientOptimizer:
         for tensor, arrival in sorted(arrived.items(), key=lambda item: item[0].position_in_group):
             master = self._load_master(unit, tensor)
             flat = torch.empty(tensor.numel, dtype=torch.float32, device=master.device)
-            accumulate(flat, gradient_of(unit, tensor, arrival), first=True)
+            accumulate(flat, as_values(gradient_of(unit, tensor, arrival)), first=True)
             if scalars.gradient_scale != 1.0:
                 flat.mul_(scalars.gradient_scale)
             master.grad = tensor.shaped(flat)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lazytrain_plugin.runtime.gradient_format import GradientFormat
 from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.nvme.region import Region
 from lazytrain_plugin.runtime.nvme.releases import Releases
@@ -51,17 +52,13 @@ class NvmeGradients:
     """Stands for the gradient buffer and the accumulator of a unit. Used by one thread at a time.
 
     Args:
-        gradient_bytes: of the unit's gradients as they arrive.
-        sum_numel: elements of the fp32 sum over micro-batches; its space is taken at first use.
+        form: of the unit's gradients and sums. The space of the sums is taken at first use.
         name: the unit's, for messages.
     """
 
-    def __init__(
-        self, tier: NvmeTier, staging: GradientStaging, gradient_bytes: int, sum_numel: int, *, name: str
-    ) -> None:
-        self.region: Region = tier.region(gradient_bytes, what=f"gradients of {name}")
-        self._nbytes = gradient_bytes
-        self._sum_numel = sum_numel
+    def __init__(self, tier: NvmeTier, staging: GradientStaging, form: GradientFormat, *, name: str) -> None:
+        self.region: Region = tier.region(form.arrival_bytes, what=f"gradients of {name}")
+        self._format = form
         self._tier = tier
         self._name = name
         self._staging = staging
@@ -108,7 +105,7 @@ class NvmeGradients:
             StorageError: the disk has no room for them.
         """
         if self._sums is None:
-            flats = [(ACCUMULATOR, torch.float32, self._sum_numel)]
+            flats = [(ACCUMULATOR, self._format.sum_dtype, self._format.sum_numel)]
             self._sums = NvmeStates(self._tier, self._staging.sums, flats, what=f"gradient sums of {self._name}")
         return self._sums
 
@@ -121,7 +118,7 @@ class NvmeGradients:
         """
         buffer = self._staging.arrivals.acquire(self)
         try:
-            yield buffer.memory.tensor(torch.uint8, 0, self._nbytes)
+            yield buffer.memory.tensor(torch.uint8, 0, self._format.arrival_bytes)
         finally:
             self._staging.arrivals.release(buffer)
 

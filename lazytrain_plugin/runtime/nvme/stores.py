@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime.arrival import Arrival
+from lazytrain_plugin.runtime.gradient_format import GradientFormat
 from lazytrain_plugin.runtime.nvme.gradients import GradientStaging, NvmeGradients
 from lazytrain_plugin.runtime.nvme.region import padded
 from lazytrain_plugin.runtime.nvme.staging import Staging
@@ -63,8 +64,9 @@ class NvmeStores:
                 flats = state_flats(unit.layout, unit_plan, native=self._native)
                 largest_bytes = max(largest_bytes, lay_out_parts(flats)[1])
             if unit_plan.gradient_tier == Tier.NVME and unit.trained:
-                largest_gradient_bytes = max(largest_gradient_bytes, padded(unit.layout.gradient_bytes))
-                largest_sum_bytes = max(largest_sum_bytes, padded(unit.layout.state_numel * 4))
+                form = GradientFormat(unit.layout, unit_plan.gradient_bits)
+                largest_gradient_bytes = max(largest_gradient_bytes, padded(form.arrival_bytes))
+                largest_sum_bytes = max(largest_sum_bytes, padded(form.sum_numel * form.sum_dtype.itemsize))
             if unit_plan.weights == Tier.NVME:
                 largest_weight_bytes = max(largest_weight_bytes, padded(unit.layout.weight_bytes))
         for staging in (self._staging, self._gradients):
@@ -101,9 +103,9 @@ class NvmeStores:
         """Makes room for one unit's weights. Raises StorageError if there is none."""
         return NvmeWeights(self.tier, self._weights, nbytes, what=what)
 
-    def gradients(self, gradient_bytes: int, sum_numel: int, *, name: str) -> NvmeGradients:
+    def gradients(self, form: GradientFormat, *, name: str) -> NvmeGradients:
         """Makes room for one unit's gradients. Raises StorageError if there is none."""
-        return NvmeGradients(self.tier, self._gradients, gradient_bytes, sum_numel, name=name)
+        return NvmeGradients(self.tier, self._gradients, form, name=name)
 
     def end(self, units: Iterable[Unit]) -> None:
         """After everything moved to the new plan's homes."""

@@ -1,0 +1,144 @@
+"""`GradientFormat`: how the gradients of one unit, and their sums over micro-batches, lie in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazytrain_plugin.kernels.adamw import accumulate
+from lazytrain_plugin.kernels.coded_gradient import CodedGradient, add_codes, decode_gradient, encode_gradient
+from lazytrain_plugin.kernels.gradient_codes import BLOCK as CODE_BLOCK
+from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS
+from lazytrain_plugin.units import align_up
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
+
+Gradient = torch.Tensor | CodedGradient
+"""1-D in storage order: in the weight's dtype, in fp32, or in codes."""
+Raw = list[tuple["UnitTensor", torch.Tensor]]
+"""Gradients as autograd made them, 1-D in storage order."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFormat:
+    """One flat for what arrives and one for sums.
+
+    With 16 bits: gradients in their weights' dtypes, and fp32 sums with an element per trained element. With 8: codes
+    (kernels/coded_gradient.py), int8 in the one and int16 in the other, an element per trained element, then their
+    steps, two bytes per 64 elements.
+    """
+
+    layout: FlatLayout
+    bits: int
+
+    @property
+    def coded(self) -> bool:
+        return self.bits == 8
+
+    @property
+    def arrival_bytes(self) -> int:
+        numel = self.layout.state_numel
+        return numel + 2 * (numel // CODE_BLOCK) if self.coded else self.layout.gradient_bytes
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return torch.int16 if self.coded else torch.float32
+
+    @property
+    def sum_numel(self) -> int:
+        """Elements of the flat of sums."""
+        numel = self.layout.state_numel
+        return numel + numel // CODE_BLOCK if self.coded else numel
+
+    def arrival(self, tensor: UnitTensor, flat_uint8: torch.Tensor) -> Gradient:
+        """A tensor's part of the flat of arrivals."""
+        if not self.coded:
+            return tensor.gradient_view(flat_uint8)
+        numel = self.layout.state_numel
+        return CodedGradient(flat_uint8[:numel].view(torch.int8), flat_uint8[numel:].view(torch.int16)).part(
+            tensor.state_offset, tensor.numel
+        )
+
+    def sum(self, tensor: UnitTensor, flat: torch.Tensor) -> Gradient:
+        """A tensor's part of the flat of sums."""
+        if not self.coded:
+            return tensor.state_view(flat)
+        numel = self.layout.state_numel
+        return CodedGradient(flat[:numel], flat[numel:]).part(tensor.state_offset, tensor.numel)
+
+    def at_rest(self, raw: torch.Tensor) -> Gradient:
+        """What is kept of a gradient on its device: itself, or its codes."""
+        if not self.coded:
+            return raw
+        coded = CodedGradient.empty(raw.numel(), 8, raw.device)
+        encode_gradient(raw, coded)
+        return coded
+
+    def pieces(self, raws: Raw) -> list[tuple[int, torch.Tensor]]:
+        """What is sent home of `raws`: (offset in bytes in the flat of arrivals, contiguous tensor on their device).
+
+        Codes are made on the current stream; neighbours share pieces.
+        """
+        if not self.coded:
+            return [(tensor.gradient_offset_bytes, raw) for tensor, raw in raws]
+        pieces = []
+        for run in _neighbours(raws):
+            (first, raw), last = run[0], run[-1][0]
+            start = first.state_offset
+            coded = CodedGradient.empty(last.state_offset + last.numel - start, 8, raw.device)
+            for tensor, raw in run:
+                encode_gradient(raw, coded.part(tensor.state_offset - start, tensor.numel))
+            pieces.append((start, coded.codes))
+            pieces.append((self.layout.state_numel + 2 * (start // CODE_BLOCK), coded.steps))
+        return pieces
+
+    def ranges(self, first_element: int, numel: int, *, summed: bool) -> list[tuple[int, int]]:
+        """Codes and steps of trained elements (whole blocks of 256): (offset, size) in bytes in their flat."""
+        width = 2 if summed else 1
+        steps = self.layout.state_numel * width
+        return [
+            (first_element * width, numel * width),
+            (steps + 2 * (first_element // CODE_BLOCK), 2 * (numel // CODE_BLOCK)),
+        ]
+
+
+def add_up(total: Gradient, arrived: Gradient, *, first: bool) -> None:
+    """total = arrived if `first`, else total + arrived, in fp32; rounded to codes where `total` has them."""
+    if isinstance(total, CodedGradient):
+        add_codes(total, arrived, first=first)
+    else:
+        accumulate(total, arrived, first=first)
+
+
+def take_over(total: Gradient, other: Gradient) -> None:
+    """Makes `total` what `other` is, a sum of another format or device; bit for bit where the formats are the same."""
+    if isinstance(total, CodedGradient) and not isinstance(other, CodedGradient):
+        encode_gradient(other.to(total.device), total)
+    elif isinstance(other, CodedGradient) and not isinstance(total, CodedGradient):
+        total.copy_(as_values(other))
+    else:
+        total.copy_(other)
+
+
+def as_values(gradient: Gradient) -> torch.Tensor:
+    """The gradient, decoded to fp32 if it has codes."""
+    if not isinstance(gradient, CodedGradient):
+        return gradient
+    values = torch.empty(gradient.numel(), dtype=torch.float32, device=gradient.device)
+    decode_gradient(gradient, values)
+    return values
+
+
+def _neighbours(raws: Raw) -> list[Raw]:
+    """Gradients that lie side by side, so that they travel as one."""
+    runs: list[Raw] = []
+    end = None
+    for tensor, raw in sorted(raws, key=lambda item: item[0].state_offset):
+        if tensor.state_offset != end:
+            runs.append([])
+        runs[-1].append((tensor, raw))
+        end = align_up(tensor.state_offset + tensor.numel, ALIGNMENT_ELEMENTS)
+    return runs
