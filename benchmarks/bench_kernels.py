@@ -18,6 +18,7 @@ import torch
 
 from lazytrain_plugin.kernels import native
 from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, accumulate, adamw_8bit, adamw_fp32
+from lazytrain_plugin.kernels.coded_gradient import CodedGradient, add_codes, encode_gradient
 from lazytrain_plugin.kernels.norm import LANES, sum_squares_lanes
 from lazytrain_plugin.kernels.split import join_master, split_master
 from lazytrain_plugin.units import GIB
@@ -34,9 +35,20 @@ def operations(numel: int, device: torch.device) -> dict:
     m8, v8 = (Moment8.zeros(numel, signed=signed, device=device) for signed in (True, False))
     lanes = torch.empty(LANES, dtype=torch.float64, device=device)
     split_master(torch.randn(numel, device=device), weight, remainder)
+    codes, total = CodedGradient.empty(numel, 8, device), CodedGradient.empty(numel, 16, device)
+    encode_gradient(gradient, codes)
+    add_codes(total, codes, first=True)
+    code, sum_code = 1 + 2 / 64, 2 + 2 / 64
+    adamw8 = lambda g: adamw_8bit(weight, remainder, g, m8, v8, STEP, noise_key=0)  # noqa: E731
     return {
         "adamw_fp32": (26, lambda: adamw_fp32(weight, remainder, gradient, m, v, STEP)),
-        "adamw_8bit": (14 + 16 / 256, lambda: adamw_8bit(weight, remainder, gradient, m8, v8, STEP, noise_key=0)),
+        "adamw_8bit": (14 + 16 / 256, lambda: adamw8(gradient)),
+        "adamw_fp32_codes": (24 + code, lambda: adamw_fp32(weight, remainder, codes, m, v, STEP)),
+        "adamw_8bit_codes": (12 + 16 / 256 + code, lambda: adamw8(codes)),
+        "adamw_8bit_code_sums": (12 + 16 / 256 + sum_code, lambda: adamw8(total)),
+        "encode_gradient": (2 + code, lambda: encode_gradient(gradient, codes)),
+        "add_codes": (code + 2 * sum_code, lambda: add_codes(total, codes, first=False)),
+        "sum_squares_codes": (sum_code, lambda: sum_squares_lanes(total, lanes)),
         "sum_squares": (2, lambda: sum_squares_lanes(gradient, lanes)),
         "accumulate": (10, lambda: accumulate(master, gradient, first=False)),
         "split": (8, lambda: split_master(master, weight, remainder)),

@@ -45,6 +45,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--state-bits", type=int, choices=(8, 32), default=32)
+    parser.add_argument(
+        "--gradient-bits", type=int, choices=(8, 16), default=16, help="plan by hand: bits of gradients at rest"
+    )
     parser.add_argument("--clip", type=float, default=1.0, help="gradient norm limit; 0: none")
     parser.add_argument("--gpu-gib", type=float, help="GPU budget of the planner")
     parser.add_argument("--cpu-gib", type=float, help="host budget of the planner")
@@ -139,7 +142,9 @@ def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict
         block["trace"] = {"path": str(arguments.trace), "first_step": arguments.warmup, "num_steps": 2}
     if arguments.plan is not None:
         block["plan"] = {"path": str(arguments.plan)}
-    elif any(n is not None for n in (arguments.resident_units, arguments.keep_units, arguments.streamed_update_units)):
+    elif arguments.gradient_bits < 16 or any(
+        n is not None for n in (arguments.resident_units, arguments.keep_units, arguments.streamed_update_units)
+    ):
         block["plan"] = {"path": str(folder / "plan.json")}
         plan_by_hand(arguments, model).save(folder / "plan.json")
     config = {
@@ -185,6 +190,7 @@ def plan_by_hand(arguments: argparse.Namespace, model):
             states=states,
             updater=updater,
             state_bits=arguments.state_bits,
+            gradient_bits=arguments.gradient_bits,
             activations=activations,
             boundary=Tier(arguments.boundary),
             saved=saved,
@@ -193,6 +199,7 @@ def plan_by_hand(arguments: argparse.Namespace, model):
             reason="by hand",
         )
 
+    lossless = min(arguments.saved_bits, arguments.boundary_bits or 16, arguments.gradient_bits) == 16
     units = []
     for position, layer in enumerate(found.units):
         on_gpu = position < resident
@@ -212,7 +219,7 @@ def plan_by_hand(arguments: argparse.Namespace, model):
         gradient_slots=arguments.gradient_slots,
         state_slots=arguments.state_slots,
         activation_slots=arguments.activation_slots,
-        fidelity=Fidelity.COMPACT if min(arguments.saved_bits, arguments.boundary_bits or 16) < 16 else Fidelity.EXACT,
+        fidelity=Fidelity.EXACT if lossless else Fidelity.COMPACT,
     )
 
 
@@ -384,6 +391,7 @@ def report(arguments: argparse.Namespace, engine, clock: Clock, losses: list[flo
         "seq": arguments.seq,
         "accumulation": arguments.accumulation,
         "state_bits": arguments.state_bits,
+        "gradient_bits": min((unit.gradient_bits for unit in (*plan.units, *plan.stem)), default=16),
         "fused": not arguments.no_fused and clock.is_cuda,
         "resident_units": sum(unit.weights == Tier.GPU for unit in plan.units),
         "keep_units": sum(unit.activations == Activations.KEEP for unit in plan.units),

@@ -186,7 +186,7 @@ def test_refuses_what_does_not_fit():
         encode_gradient(torch.empty(99), coded)
     with pytest.raises(KernelError, match="decode to fp32"):
         decode_gradient(coded, torch.empty(100, dtype=torch.bfloat16))
-    with pytest.raises(KernelError, match="16 bits"):
+    with pytest.raises(KernelError, match="they are 16 and 8"):
         add_codes(coded, coded, first=True)
     with pytest.raises(KernelError, match="arrived"):
         add_codes(CodedGradient.empty(101, 16), coded, first=True)
