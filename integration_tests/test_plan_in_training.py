@@ -73,13 +73,13 @@ def test_a_second_run_finds_its_plan_and_both_say_what_they_measure(device, tmp_
         caplog.clear()
         run(tmp_path / name, device)
         texts.append(caplog.text)
-    assert "plan for 24 tokens: " in texts[0]
+    assert "plan for 24 tokens:\n" in texts[0]
     assert "plan for 24 tokens (with rates that earlier steps showed)" in texts[1]
     for text in texts:
         assert text.count("plan against measurement: step ") == 1
     caplog.clear()
     run(tmp_path / "third", device, block={"plan": {"cache": False}})
-    assert "plan for 24 tokens: " in caplog.text
+    assert "plan for 24 tokens:\n" in caplog.text
 
 
 def made(monkeypatch, *, adapt=True, native=True):

@@ -21,11 +21,11 @@ from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes, simulate
+from lazytrain_plugin.plan.summary import summarize_plan
 from lazytrain_plugin.plan.timeline import build_timeline
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.runtime.discovery import Discovery
-from lazytrain_plugin.units import format_bytes
-from lazytrain_plugin.vocab import Activations, Tier, Updater
+from lazytrain_plugin.vocab import Tier, Updater
 
 logger = logging.getLogger(__name__)
 
@@ -141,17 +141,9 @@ class Planner:
         return plan
 
     def _announce(self, plan: PlacementPlan, remark: str) -> None:
-        resident = sum(unit.weights == Tier.GPU for unit in plan.units)
-        kept = sum(unit.activations == Activations.KEEP for unit in plan.units)
-        logger.info(
-            "plan for %d tokens%s: %d of %d units on the GPU, %d keep their activations; peak %s",
-            self._planned_tokens,
-            remark,
-            resident,
-            len(plan.units),
-            kept,
-            ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in plan.predicted_bytes.items() if nbytes),
-        )
+        problem = self.problem()
+        table = summarize_plan(problem, plan, simulate(problem, plan))
+        logger.info("plan for %d tokens%s:\n%s", self._planned_tokens, remark, table)
 
     # What steps show.
 

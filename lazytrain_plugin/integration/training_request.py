@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.units import gib_to_bytes
 from lazytrain_plugin.vocab import Fidelity
 
+logger = logging.getLogger(__name__)
+
 UPDATE_SAMPLES = 5
 """Of the CPU update, the fastest counts: threads that just woke up made a single one up to 40 % slow."""
 
@@ -29,6 +32,9 @@ def training_machine(config: LazyTrainConfig, device: torch.device, *, native: b
     """
     machine = measure_hardware(device, cpu_update_parameters_per_s=measure_update_rate)
     if not _uses_nvme(config, native):
+        return machine
+    if not machine.has_gpu:
+        logger.warning("nvme_path is not used: plans put something on a disk only where a GPU computes")
         return machine
     return replace(machine, **nvme_fields(config.nvme_paths, limit_bytes=gib_to_bytes(config.nvme_gib)))
 
