@@ -6,6 +6,10 @@ checkpoint on every rank while it fills partitioned placeholders. Our weights ar
 placeholders: building, loading and resizing a model, counting parameters, and `synced_gpus` in `generate`, where ranks
 must stay in step for all-gathers that LazyTrain does not make. What must go on seeing stage 3 asks otherwise:
 evaluation without training asks `hf_deepspeed_config.is_zero3()`, saving asks Accelerate.
+
+The question is also the moment to see a checkpoint coming: `from_pretrained` asks it before it builds the model on the
+meta device, and reads the files after that. In between stands `PreTrainedModel._load_pretrained_model`, where a model
+that can't be trained within the budgets is refused (early_refusal.py).
 """
 
 from __future__ import annotations
@@ -34,10 +38,35 @@ def patch(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def is_deepspeed_zero3_enabled() -> bool:
-        return original() and lazytrain_block(module.deepspeed_config()) is None
+        if not original():
+            return False
+        if lazytrain_block(module.deepspeed_config()) is None:
+            return True
+        _watch_loading()
+        return False
 
     is_deepspeed_zero3_enabled._lazytrain_original = original
     setattr(module, _QUESTION, is_deepspeed_zero3_enabled)
     for holder in list(sys.modules.values()):
         if isinstance(holder, ModuleType) and vars(holder).get(_QUESTION) is original:
             setattr(holder, _QUESTION, is_deepspeed_zero3_enabled)
+
+
+def _watch_loading() -> None:
+    """Looks at every model between its construction and the reading of its files, while a block is enabled."""
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    original = getattr(base, "_load_pretrained_model", None)
+    if original is None or getattr(original, "_lazytrain_original", None) is not None:
+        return
+
+    @functools.wraps(original)
+    def _load_pretrained_model(model, *args, **kwargs):
+        ds_config = hf_deepspeed_config()
+        if lazytrain_block(ds_config) is not None:
+            from lazytrain_plugin.integration.early_refusal import check_before_loading
+
+            check_before_loading(model, ds_config)
+        return original(model, *args, **kwargs)
+
+    _load_pretrained_model._lazytrain_original = original
+    base._load_pretrained_model = staticmethod(_load_pretrained_model)

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,23 +51,28 @@ def measure_hardware(
         local_world_size: processes that share this host's memory, cores and links.
     """
     device = torch.device(device)
+    sizes = measure_capacities(device, local_world_size=local_world_size)
+    return HardwareProfile(
+        **sizes, **_cached_rates(device, sizes["cpu_threads"], cpu_update_parameters_per_s, cache_dir)
+    )
+
+
+def measure_capacities(device: torch.device, *, local_world_size: int = 1) -> dict[str, Any]:
+    """The fields of a `HardwareProfile` that are no rates: name, bytes and threads. Takes no time."""
     capacity = host_capacity()
     gpu_total = gpu_free = 0
     if device.type == "cuda":
         gpu_free, gpu_total = torch.cuda.mem_get_info(device)
         gpu_free += torch.cuda.memory_reserved(device)  # what this process holds is its own to use
-    threads = max(1, usable_threads() // local_world_size)
-    rates = _cached_rates(device, threads, cpu_update_parameters_per_s, cache_dir)
-    return HardwareProfile(
-        name=_machine_name(device),
-        gpu_bytes=gpu_total,
-        gpu_free_bytes=gpu_free,
-        cpu_bytes=capacity.total_bytes // local_world_size,
-        cpu_free_bytes=capacity.free_bytes // local_world_size,
-        pin_limit_bytes=capacity.pin_limit_bytes,
-        cpu_threads=threads,
-        **rates,
-    )
+    return {
+        "name": _machine_name(device),
+        "gpu_bytes": gpu_total,
+        "gpu_free_bytes": gpu_free,
+        "cpu_bytes": capacity.total_bytes // local_world_size,
+        "cpu_free_bytes": capacity.free_bytes // local_world_size,
+        "pin_limit_bytes": capacity.pin_limit_bytes,
+        "cpu_threads": max(1, usable_threads() // local_world_size),
+    }
 
 
 def _cached_rates(device, threads: int, update_rate, cache_dir: Path | None) -> dict[str, float | str]:

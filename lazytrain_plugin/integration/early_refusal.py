@@ -1,0 +1,124 @@
+"""Refuses a model that can't be trained here before its weights are read: minutes of loading, or an out-of-memory kill.
+
+At that time nobody knows yet what will be trained: a script may freeze layers or add adapters later. So a model is
+refused only where not even its frozen weights fit the budgets; where the whole model as trained does not fit, that is
+said as a warning, and the engine refuses it later, before weights move.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lazytrain_plugin.config.deepspeed_conflicts import keeps_deepspeed_engine
+from lazytrain_plugin.config.parse import lazytrain_block, parse_block
+from lazytrain_plugin.config.schema import LazyTrainConfig
+from lazytrain_plugin.errors import InfeasiblePlanError
+from lazytrain_plugin.integration.logs import setup_logging
+from lazytrain_plugin.integration.training_request import training_request
+from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.refusal import feasible, infeasible, rebuilder
+from lazytrain_plugin.profile.extract import extract_model_profile
+from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.profile.measure import measure_capacities
+from lazytrain_plugin.profile.model import ModelProfile
+from lazytrain_plugin.runtime.discovery import discover
+from lazytrain_plugin.runtime.nvme.tier import NvmeTier
+from lazytrain_plugin.units import gib_to_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def check_before_loading(model: nn.Module, ds_config: dict[str, Any]) -> None:
+    """Looks at a model on the meta device whose weights are about to be read; does nothing for any other.
+
+    Raises:
+        InfeasiblePlanError: not even the weights alone fit; need and have per tier, and the nearest remedies.
+    """
+    setup_logging()
+    config = parse_block(lazytrain_block(ds_config))
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
+    quantized = getattr(model, "hf_quantizer", None) is not None
+    if config.plan.path is not None or keeps_deepspeed_engine(ds_config) or quantized or not on_meta:
+        return
+    try:
+        _check(model, config, ds_config)
+    except InfeasiblePlanError:
+        raise
+    except Exception as error:  # what the engine does not like either is its to say, with the trained model at hand
+        logger.info("whether %s fits was not checked before it is loaded: %s", type(model).__name__, error)
+
+
+def _check(model: nn.Module, config: LazyTrainConfig, ds_config: dict[str, Any]) -> None:
+    profile, machine = _profile(model, ds_config), _capacities(config)
+    accumulation = ds_config.get("gradient_accumulation_steps")
+    request = training_request(
+        config,
+        _tokens(config, ds_config),
+        state_bits=config.state_bits,
+        accumulation_steps=accumulation if isinstance(accumulation, int) else 1,
+        native=config.optimizer.implementation == "native",
+    )
+    whole = build_problem(profile, machine, request)
+    if feasible(whole):
+        return
+    refusal = infeasible(whole, rebuilder(profile, machine, request))
+    if feasible(build_problem(_frozen(profile), machine, request)):
+        logger.warning(
+            "trained as a whole, %s does not fit: %s Unless most of it is frozen (adapters), training will be refused",
+            profile.name,
+            refusal,
+        )
+        return
+    raise InfeasiblePlanError(f"{refusal} Not even frozen weights alone would fit, so none were loaded.")
+
+
+def _profile(model: nn.Module, ds_config: dict[str, Any]) -> ModelProfile:
+    bf16 = (ds_config.get("bf16") or {}).get("enabled") is True
+    found = discover(model)
+    return extract_model_profile(
+        model,
+        [(unit.name, unit.module) for unit in found.units],
+        [(unit.name, [parameter for _, parameter in unit.parameters]) for unit in found.stem],
+        dtypes={
+            parameter: torch.bfloat16 if bf16 and parameter.is_floating_point() else parameter.dtype
+            for parameter in model.parameters()
+        },
+    )
+
+
+def _frozen(profile: ModelProfile) -> ModelProfile:
+    def freeze(unit):
+        return replace(unit, tensors=tuple(replace(tensor, trainable=False) for tensor in unit.tensors))
+
+    return replace(profile, units=tuple(map(freeze, profile.units)), stem=tuple(map(freeze, profile.stem)))
+
+
+def _capacities(config: LazyTrainConfig) -> HardwareProfile:
+    """This machine's sizes. Its rates are no matter here, and measuring them takes seconds."""
+    sizes = measure_capacities(_device())
+    if config.nvme_paths:
+        sizes["nvme_bytes"] = NvmeTier(config.nvme_paths, limit_bytes=gib_to_bytes(config.nvme_gib)).free_bytes()
+    rates = [field.name for field in fields(HardwareProfile) if field.name.endswith(("per_s", "_frac"))]
+    return HardwareProfile(source="sizes only", **sizes, **dict.fromkeys(rates, 1.0))
+
+
+def _device() -> torch.device:
+    """Where training is going to compute, as far as Accelerate knows it."""
+    from accelerate.state import PartialState
+
+    if PartialState._shared_state:
+        return PartialState().device
+    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def _tokens(config: LazyTrainConfig, ds_config: dict[str, Any]) -> int:
+    """Tokens that a micro-batch has at least: each sequence has one."""
+    batch = ds_config.get("train_micro_batch_size_per_gpu")
+    return config.max_tokens or (batch if isinstance(batch, int) and batch > 0 else 1)

@@ -1,0 +1,123 @@
+"""A model that can't be trained within the budgets is refused before its weights are read, by every way to start."""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers.integrations.deepspeed as hf_deepspeed
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from lazytrain_plugin.errors import InfeasiblePlanError
+from lazytrain_plugin.integration import early_refusal
+from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.greedy import leanest_plan
+from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.units import GIB
+from tests.plan import builders
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+SIZES = {"vocab_size": 997, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+
+
+@pytest.fixture
+def under(monkeypatch):
+    """Makes the DeepSpeed config that transformers sees globally; training computes on the CPU."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    alive = []
+    yield lambda **block: alive.append(hf_deepspeed.HfDeepSpeedConfig({**CONFIG, "lazytrain": block}))
+    alive.clear()
+    gc.collect()
+    hf_deepspeed.unset_hf_deepspeed_config()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def unreadable(checkpoint, tmp_path):
+    """The same checkpoint, whose weights give an error of their own when they are read."""
+    path = shutil.copytree(checkpoint, tmp_path / "unreadable")
+    (path / "model.safetensors").write_bytes(b"not weights")
+    return path
+
+
+def needs(*, frozen: bool) -> float:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4))
+    profile = early_refusal._profile(model, CONFIG)
+    profile = early_refusal._frozen(profile) if frozen else profile
+    problem = build_problem(profile, builders.hardware(gpu_gib=0), PlanRequest(max_tokens=2))
+    return account(problem, leanest_plan(problem)).need_bytes()["cpu"] / GIB
+
+
+def test_too_small_for_frozen_weights_is_refused(under, unreadable):
+    under(cpu_memory_gib=needs(frozen=True) - 1e-4)
+    with pytest.raises(InfeasiblePlanError, match=r"host memory: need .*, have .*Nearest remedies: .*none were loaded"):
+        AutoModelForCausalLM.from_pretrained(unreadable)
+
+
+def test_what_fits_is_loaded_without_a_word(under, checkpoint, caplog):
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    under(cpu_memory_gib=needs(frozen=False) + 1e-4)
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in plain.items())
+    assert not [record for record in caplog.records if record.name.startswith("lazytrain_plugin")]
+
+
+def test_too_small_for_training_the_whole_is_a_warning(under, checkpoint, caplog):
+    """It may get adapters before it is trained."""
+    assert needs(frozen=False) > needs(frozen=True) + 1e-3
+    under(cpu_memory_gib=(needs(frozen=True) + needs(frozen=False)) / 2)
+    AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert "does not fit" in caplog.text and "host memory: need" in caplog.text
+
+
+def test_a_plan_of_ones_own_is_not_judged(under, checkpoint):
+    under(cpu_memory_gib=0.5, plan={"path": str(checkpoint / "config.json")})
+    AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+SCRIPT = """
+import sys, torch, transformers
+arguments = transformers.TrainingArguments(
+    sys.argv[1], deepspeed=sys.argv[2], per_device_train_batch_size=2, use_cpu=not torch.cuda.is_available(), max_steps=1,
+    report_to=[],
+)
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[3])
+print("weights are loaded")
+data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+transformers.Trainer(model, arguments, train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["python", "accelerate launch"])
+def test_a_job_ends_with_an_error_before_it_loads(launcher, unreadable, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    small = {"cpu_memory_gib": 0.6, "gpu_memory_gib": 0.6}
+    config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}, "lazytrain": small}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    start = [sys.executable]
+    if launcher == "accelerate launch":
+        options = [] if torch.cuda.is_available() else ["--cpu"]
+        start = [str(Path(sys.executable).parent / "accelerate"), "launch", "--num_processes", "1", *options]
+    job = subprocess.run(
+        [*start, tmp_path / "train.py", tmp_path / "out", tmp_path / "ds.json", unreadable],
+        capture_output=True, text=True, timeout=200, cwd=tmp_path,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert job.returncode != 0
+    assert "InfeasiblePlanError: no placement fits" in job.stderr
+    assert "need" in job.stderr and "have 614.4 MiB" in job.stderr and "Nearest remedies" in job.stderr
+    assert "weights are loaded" not in job.stdout
