@@ -92,8 +92,8 @@ def test_a_plan_of_ones_own_is_not_judged(under, checkpoint):
 SCRIPT = """
 import sys, torch, transformers
 arguments = transformers.TrainingArguments(
-    sys.argv[1], deepspeed=sys.argv[2], per_device_train_batch_size=2, use_cpu=not torch.cuda.is_available(), max_steps=1,
-    report_to=[],
+    sys.argv[1], deepspeed=sys.argv[2], per_device_train_batch_size=2, max_steps=1, report_to=[],
+    use_cpu=not torch.cuda.is_available(),
 )
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[3])
 print("weights are loaded")
