@@ -83,6 +83,8 @@ class UnitCost:
     gpu_update_s: float = 0.0
     state_slot_bytes: int = 0
     """Staging buffer on the GPU through which the unit's states pass, chunk by chunk."""
+    state_chunks: int = 1
+    """Parts in which the states pass."""
     accumulate_s: float = 0.0
     """Host time to add one micro-batch's gradients; 0 without accumulation."""
     strategies: Mapping[Activations, StrategyCost] = field(default_factory=dict)
@@ -266,6 +268,8 @@ def _unit_cost(
         backward_s = forward_s * (1 + trainable_share)
     accumulates = accumulation_steps > 1 and unit.num_trainable > 0
     gpu = hardware.has_gpu
+    # A slot has room for an fp32 sum of gradients in any case, as the runtime makes it.
+    staged_bytes = unit.remainder_bytes + unit.moment_bytes(state_bits) + 4 * unit.state_numel
     return UnitCost(
         name=unit.name,
         role=unit.role,
@@ -275,10 +279,8 @@ def _unit_cost(
         remainder_bytes=unit.remainder_bytes,
         moment_bytes=unit.moment_bytes(state_bits),
         accumulator_bytes=4 * unit.state_numel if accumulates else 0,
-        # A slot has room for an fp32 sum of gradients in any case, as the runtime makes it.
-        state_slot_bytes=min(
-            STEM_STAGING_BYTES, unit.remainder_bytes + unit.moment_bytes(state_bits) + 4 * unit.state_numel
-        ),
+        state_slot_bytes=min(STEM_STAGING_BYTES, staged_bytes),
+        state_chunks=max(1, -(-staged_bytes // STEM_STAGING_BYTES)),
         boundary_bytes=unit.boundary_bytes_per_token * tokens,
         kept_bytes=unit.kept_bytes_per_token * tokens,
         workspace_bytes=unit.workspace_bytes_per_token * tokens,

@@ -10,11 +10,12 @@ of one step run under the forward of the next).
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from lazytrain_plugin.plan.accounting import is_streamed, nvme_staged_bytes, offloaded_bytes, sends_gradients
+from lazytrain_plugin.plan.clock import Clock, Event, Resource, Ring
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.model import UnitRole
@@ -22,27 +23,6 @@ from lazytrain_plugin.vocab import Tier, Updater
 
 NEEDED_FIRST = (UnitRole.EMBEDDING, UnitRole.REST)
 """Stem units whose weights the forward needs before its first layer; small tensors are there early at no cost."""
-
-
-class Resource(StrEnum):
-    COMPUTE = "compute"
-    H2D = "h2d"
-    D2H = "d2h"
-    WORKER = "worker"
-    NVME_READ = "nvme_read"
-    NVME_WRITE = "nvme_write"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One operation of the replayed steady step, in seconds from the step's start."""
-
-    name: str
-    resource: Resource
-    start_s: float
-    end_s: float
-    num_bytes: int = 0
-    """What is copied, read or written; 0 for computations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,55 +40,10 @@ class StepTimes:
     events: tuple[Event, ...] = ()
 
 
-class _Clock:
-    """FIFO resources. `noise` multiplies each duration."""
-
-    def __init__(self, noise: random.Random | None, noise_frac: float, record: bool) -> None:
-        self.free_s = dict.fromkeys(Resource, 0.0)
-        self.busy_s = dict.fromkeys(Resource, 0.0)
-        self.events: list[Event] = []
-        self._noise = noise
-        self._noise_frac = noise_frac
-        self._record = record
-
-    def run(self, name: str, resource: Resource, duration_s: float, *after_s: float, num_bytes: int = 0) -> float:
-        if self._noise is not None:
-            duration_s *= 1 + self._noise_frac * self._noise.random()
-        start_s = max(self.free_s[resource], *after_s) if after_s else self.free_s[resource]
-        end_s = start_s + duration_s
-        self.free_s[resource] = end_s
-        self.busy_s[resource] += duration_s
-        if self._record and duration_s > 0:
-            self.events.append(Event(name, resource, start_s, end_s, num_bytes))
-        return end_s
-
-    def wait(self, resource: Resource, until_s: float) -> float:
-        """The resource idles until then."""
-        self.free_s[resource] = max(self.free_s[resource], until_s)
-        return self.free_s[resource]
-
-
-class _Ring:
-    """Staging buffers used in turn: the next user waits for the one `count` places before it."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._free_s: list[float] = []
-
-    def free_s(self) -> float:
-        return self._free_s[-self._count] if len(self._free_s) >= self._count > 0 else 0.0
-
-    def use(self, until_s: float) -> None:
-        self._free_s.append(until_s)
-
-    def clear(self) -> None:
-        self._free_s.clear()
-
-
 class _Step:
     """The replay's state that lives across steps: when each unit's gradient was final and its weights new."""
 
-    def __init__(self, problem: PlacementProblem, plan: PlacementPlan, clock: _Clock) -> None:
+    def __init__(self, problem: PlacementProblem, plan: PlacementPlan, clock: Clock) -> None:
         self.problem, self.plan, self.clock = problem, plan, clock
         self.units = list(zip(problem.units, plan.units, strict=True))
         self.stem = list(zip(problem.stem, plan.stem, strict=True))
@@ -121,12 +56,19 @@ class _Step:
         """Units whose weights are in a slot -> end of the last computation that used them, the oldest first."""
         self.free_slots: list[float] = [0.0] * plan.weight_slots
         """When each slot that holds nothing of use became free."""
-        self.gradients = _Ring(plan.gradient_slots - 1)
-        self.states = _Ring(plan.state_slots)
-        self.leaving = _Ring(plan.activation_slots)
-        self.returning = _Ring(plan.activation_slots)
-        self.disk = _Ring(plan.nvme_slots)
+        self.gradients = Ring(plan.gradient_slots - 1)
+        self.states: deque[float] = deque([0.0] * plan.state_slots, maxlen=plan.state_slots)
+        """When the last chunks of streamed states had left their slots."""
+        self.states_back_s = 0.0
+        """When the states that were sent last are home; they pass activations that aren't computed yet."""
+        self.crossing: deque[tuple[float, float]] = deque()
+        """Activations that leave while states might: begin, duration."""
+        self.leaving = Ring(plan.activation_slots)
+        self.returning = Ring(plan.activation_slots)
+        self.disk = Ring(plan.nvme_slots)
         self.offloaded_s: dict[str, float] = {}
+        self.back_s: dict[str, float] = {}
+        """When weights that were updated in a slot are home."""
         self.written_s: dict[str, float] = {}
 
     def updates(self, step_s: float) -> None:
@@ -182,31 +124,27 @@ class _Step:
         """One micro-batch's forward with loss; `fresh`: the weights were just updated."""
         self.leaving.clear()
         if fresh:
+            self.crossing.clear()
+            self.states_back_s = self.clock.free_s[Resource.D2H]
             self._renew_stem(self.first)
         end_s = max((self.weight_s[cost.name] for cost, _ in self.first), default=0.0)
         for cost, unit in self.units:
             if fresh and not is_streamed(unit) and unit.updater == Updater.CPU and cost.num_trainable:
                 self._publish_one(cost)
-            ready_s = max(end_s, self._weights_arrive(cost, unit, "forward", fresh=fresh))
+            ready_s = self._weights_arrive(cost, unit, "forward", fresh=fresh)
             if fresh and unit.streams_states:
-                ready_s = self._streamed_update(cost, unit, ready_s)
+                ready_s = self._streamed_update(cost, unit, ready_s, end_s)
             leaves = offloaded_bytes(cost, unit)
+            ready_s = max(ready_s, end_s)
             if leaves:
                 ready_s = max(ready_s, self.leaving.free_s())
             end_s = self.clock.run(f"forward {cost.name}", Resource.COMPUTE, cost.forward_s, ready_s)
             self._used_slot(cost, unit, end_s)
             if leaves:
-                left_s = self.clock.run(
-                    f"activations {cost.name} (forward)",
-                    Resource.D2H,
-                    self.problem.d2h_s(leaves),
-                    end_s,
-                    num_bytes=leaves,
-                )
-                self.offloaded_s[cost.name] = left_s
-                self.leaving.use(left_s)
+                self._leave(cost, leaves, end_s)
         if fresh:
             self._renew_stem(self.last)
+            self.clock.wait(Resource.D2H, self.states_back_s)
         for cost, _ in self.stem:
             if cost.forward_s:
                 # Head and loss, forward and backward together: the chunked loss does both chunk by chunk.
@@ -279,35 +217,58 @@ class _Step:
             self.disk.use(arrived_s)
         return arrived_s
 
-    def _streamed_update(self, cost: UnitCost, unit: UnitPlan, ready_s: float) -> float:
-        """The GPU updates a unit whose states pass through it; returns when its weights are new."""
-        problem = self.problem
-        here_s = self.clock.run(
-            f"states {cost.name}",
-            Resource.H2D,
-            problem.h2d_s(cost.streamed_in_bytes),
-            self.states.free_s(),
-            self.weight_s[cost.name],
-            self.gradient_s.get(cost.name, 0.0),
-            num_bytes=cost.streamed_in_bytes,
+    def _leave(self, cost: UnitCost, num_bytes: int, computed_s: float) -> None:
+        """A unit's activations leave the GPU, before states that have not begun to."""
+        duration_s = self.problem.d2h_s(num_bytes)
+        left_s = self.clock.run(
+            f"activations {cost.name} (forward)", Resource.D2H, duration_s, computed_s, num_bytes=num_bytes
         )
-        updated_s = self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.gpu_update_s, max(ready_s, here_s))
+        if self.states_back_s > left_s - duration_s:
+            self.states_back_s += duration_s
+        else:
+            self.crossing.append((left_s - duration_s, duration_s))
+        self.offloaded_s[cost.name] = left_s
+        self.leaving.use(left_s)
+
+    def _streamed_update(self, cost: UnitCost, unit: UnitPlan, weights_s: float, computed_s: float) -> float:
+        """The GPU updates a unit whose states pass through it, chunk by chunk; returns when its weights are new.
+
+        On streams of its own: as early as the states, the weights and a slot are there, while units before it compute,
+        which it takes its share of time from.
+
+        Args:
+            weights_s: when the weights are on the GPU.
+            computed_s: when the computation before ends.
+        """
+        problem, clock, count = self.problem, self.clock, cost.state_chunks
         leaving_bytes = cost.streamed_out_bytes + (cost.weight_bytes if is_streamed(unit) else 0)
-        back_s = self.clock.run(
-            f"states {cost.name} (back)",
-            Resource.D2H,
-            problem.d2h_s(leaving_bytes),
-            updated_s,
-            num_bytes=leaving_bytes,
-        )
-        self.states.use(back_s)
+        in_s = clock.noisy(problem.h2d_s(cost.streamed_in_bytes)) / count
+        out_s = clock.noisy(problem.d2h_s(leaving_bytes)) / count
+        here_s = max(clock.free_s[Resource.H2D], self.states[0], self.gradient_s.get(cost.name, 0.0))
+        begin_s = here_s = max(here_s, self.weight_s[cost.name])
+        first_s, back_s = None, self.states_back_s
+        for _ in range(count):
+            here_s = max(here_s, self.states[0]) + in_s
+            updated_s = max(here_s, weights_s) + cost.gpu_update_s / count
+            first_s = max(back_s, updated_s) if first_s is None else first_s
+            back_s = max(back_s, updated_s) + out_s
+            while self.crossing and self.crossing[0][0] < back_s:
+                back_s += self.crossing.popleft()[1]
+            self.states.append(back_s)
+        self.states_back_s = back_s
+        clock.ran(f"states {cost.name}", Resource.H2D, begin_s, here_s, in_s * count, cost.streamed_in_bytes)
+        clock.ran(f"states {cost.name} (back)", Resource.D2H, first_s, back_s, out_s * count, leaving_bytes)
+        clock.wait(Resource.H2D, here_s)
+        self.back_s[cost.name] = back_s
         self.weight_s[cost.name] = back_s if is_streamed(unit) else updated_s
-        return updated_s
+        computing_s = max(computed_s, updated_s - cost.gpu_update_s)
+        return clock.run(f"update {cost.name}", Resource.COMPUTE, cost.gpu_update_s, computing_s)
 
     def _used_slot(self, cost: UnitCost, unit: UnitPlan, end_s: float) -> None:
         if is_streamed(unit):
             self.slots.pop(cost.name, None)  # the latest used goes to the end
-            self.slots[cost.name] = end_s
+            # Weights that were updated in the slot leave it for their home.
+            self.slots[cost.name] = max(end_s, self.back_s.pop(cost.name, 0.0))
 
     def _gradient(self, cost: UnitCost, unit: UnitPlan, computed_s: float) -> None:
         if not sends_gradients(cost, unit):
@@ -327,7 +288,7 @@ class _Step:
         """Brings the stem's weights up to date where its states rest off the GPU."""
         for cost, unit in stem:
             if unit.streams_states:
-                self._streamed_update(cost, unit, 0.0)
+                self._streamed_update(cost, unit, self.weight_s[cost.name], 0.0)
             elif unit.weights == Tier.GPU and unit.updater == Updater.CPU and cost.num_trainable:
                 self._publish_one(cost)
 
@@ -359,7 +320,7 @@ def simulate(
         noise_frac: each duration is multiplied by a uniform draw from [1, 1 + noise_frac].
         synchronous: the forward waits for all updates of the step before, as systems do that are no lazy ones.
     """
-    clock = _Clock(random.Random(seed) if noise_frac else None, noise_frac, record)
+    clock = Clock(random.Random(seed) if noise_frac else None, noise_frac, record)
     step = _Step(problem, plan, clock)
     begin_s = forward_s = backward_s = end_s = 0.0
     busy_before = dict(clock.busy_s)

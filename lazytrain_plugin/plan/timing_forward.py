@@ -100,7 +100,9 @@ def add_forward_weights(model: highspy.Highs, problem: PlacementProblem, v: Vari
     forward_weights(u) >= forward_weights(u-1) + copy(u) (streamed(u) + mirror(u)) + states_in(u) streams_states(u)
     forward_weights(u) >= updated(u)           + the same
     forward_weights(u) >= forward(u-P)         + copy(u) streamed(u)
-    forward_weights(u) >= states_back(u-S)     + states_in(u) streams_states(u)
+    forward_weights(u) >= states_back(u-S)     + states_in(u) streams_states(u) where a slot holds a unit's states; else
+    forward_weights(u) >= states_back(u-1) - (S-1) chunks out of u-1 + states_in(u) - ahead (1 - streams_states(u))
+    forward_weights(u) >= states_back(u-P)     + copy(u) streamed(u): updated weights leave from their slot
     The stem's: the embedding's before the first unit, the head's after the last.
     Rows: `weights_order(u)`, `weights_updated(u)`, `weights_slot(u)`, `states_slot(u)`.
     """
@@ -117,12 +119,41 @@ def add_forward_weights(model: highspy.Highs, problem: PlacementProblem, v: Vari
         if u >= problem.weight_slots:
             slot_free = v.forward_ms[u - problem.weight_slots]
             model.addConstr(arrives >= slot_free + copy * v.streamed(u), name=name("weights_slot", u))
-        if has_streams(v, u) and u >= problem.state_slots:
-            slot_free = v.states_back_ms[u - problem.state_slots]
-            model.addConstr(arrives >= slot_free + states, name=name("states_slot", u))
+            if has_streams(v, u - problem.weight_slots):
+                left = v.states_back_ms[u - problem.weight_slots]
+                model.addConstr(arrives >= left + copy * v.streamed(u), name=name("weights_left", u))
+        if has_streams(v, u):
+            _add_states_slot(model, problem, v, u, arrives, states)
         before = arrives
     for s in stem_indices(problem, first=False):
         before = _add_stem_copy(model, problem, v, s, before)
+
+
+def _add_states_slot(model, problem: PlacementProblem, v: Variables, u: int, arrives, states: Expression) -> None:
+    slots, cost = problem.state_slots, problem.units[u]
+    if cost.state_chunks <= 1:
+        if u >= slots:
+            model.addConstr(arrives >= v.states_back_ms[u - slots] + states, name=name("states_slot", u))
+    elif u:
+        # A unit's chunks follow those of the unit before, S of them at a time.
+        last_chunks = (min(slots, cost.state_chunks) - 1) / cost.state_chunks * _states_out_ms(problem, v, u - 1)
+        ahead = _ahead_ms(problem, u)
+        free = v.states_back_ms[u - 1] - last_chunks - ahead * (1 - v.streams_states(u))
+        model.addConstr(arrives >= free + states, name=name("states_slot", u))
+
+
+def _states_out_ms(problem: PlacementProblem, v: Variables, u: int) -> Expression:
+    """What an update of streamed states sends back, weights included where they rest on the host."""
+    cost = problem.units[u]
+    states = ms(problem.d2h_s(cost.streamed_out_bytes)) * v.streams_states(u)
+    return states + ms(problem.d2h_s(cost.weight_bytes)) * v.homes["stream_update"][u]
+
+
+def _ahead_ms(problem: PlacementProblem, u: int) -> float:
+    """Most that states may be behind weights that don't wait for them: what two units send back and compute."""
+    costs = problem.units[max(0, u - 2) : u]
+    out = sum(problem.d2h_s(c.streamed_out_bytes + c.weight_bytes + c.boundary_bytes + c.kept_bytes) for c in costs)
+    return ms(out + sum(c.forward_s for c in costs))
 
 
 def add_forward(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -160,24 +191,35 @@ def add_forward(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
 
 
 def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
-    """What crosses D2H in forward: updated states, then activations, unit by unit (Eq. 14).
+    """What crosses D2H in forward: updated states as early as they are here, activations as they are computed (Eq. 14).
 
-    states_back(u) >= left(u-1) + states_out(u) streams_states(u), u = 0: the last gradient's arrival - backward(0)
-    states_back(u) >= forward(u) - forward time + states_out(u) streams_states(u)
-    left(u) >= states_back(u) + activations(u);  left(u) >= forward(u) + activations(u)
+    states_back(u) >= states_back(u-1) + activations(u-2) + states_out(u) streams_states(u);
+    u = 0: the last gradient's arrival - backward(0) + ...
+    states_back(u) >= forward_weights(u) + (gpu_update(u) + last chunk of states_out(u)) streams_states(u)
+    states_back(u) >= forward_weights(u) + (states_out(u) - (states_in(u) - its first chunk)) streams_states(u)
+    left(u) >= each of left(u-1), forward(u), + activations(u), the last also >= states_back(N-1) + activations(N-1)
     `states_out` holds the weights too where they rest on the host. Rows: `states_back...(u)`, `left...(u)`.
     """
     if not v.left_ms:
         return
     for u, cost in enumerate(problem.units):
-        states = ms(problem.d2h_s(cost.streamed_out_bytes)) * v.streams_states(u)
-        states = states + ms(problem.d2h_s(cost.weight_bytes)) * v.homes["stream_update"][u]
-        before = v.left_ms[u - 1] if u else last_sent_ms(problem, v) - v.backward_ms[0]
+        states, here = _states_out_ms(problem, v, u), v.forward_weights_ms[u]
+        before = v.states_back_ms[u - 1] if u else last_sent_ms(problem, v) - v.backward_ms[0]
+        if u > 1:
+            before = before + ms(problem.d2h_s(MIB)) * offloaded_mib(problem.units[u - 2], v, u - 2)
         model.addConstr(v.states_back_ms[u] >= before + states, name=name("states_back_order", u))
-        updated = v.forward_ms[u] - ms(cost.forward_s)
-        model.addConstr(v.states_back_ms[u] >= updated + states, name=name("states_back", u))
+        if has_streams(v, u):
+            update = ms(cost.gpu_update_s) * v.streams_states(u)
+            last_chunk = states * (1 / cost.state_chunks)
+            model.addConstr(v.states_back_ms[u] >= here + update + last_chunk, name=name("states_back", u))
+            later = ms(problem.h2d_s(cost.streamed_in_bytes)) * (1 - 1 / cost.state_chunks) * v.streams_states(u)
+            if cost.state_chunks > 1:
+                model.addConstr(v.states_back_ms[u] >= here - later + states, name=name("states_back_first", u))
         leaving = ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)
-        model.addConstr(v.left_ms[u] >= v.states_back_ms[u] + leaving, name=name("left_order", u))
+        if u:
+            model.addConstr(v.left_ms[u] >= v.left_ms[u - 1] + leaving, name=name("left_order", u))
+        if u + 1 == len(problem.units):
+            model.addConstr(v.left_ms[u] >= v.states_back_ms[u] + leaving, name=name("left_states", u))
         model.addConstr(v.left_ms[u] >= v.forward_ms[u] + leaving, name=name("left", u))
 
 
