@@ -48,6 +48,11 @@ def home_of(unit: UnitPlan) -> str:
     return next((home for home, fields in HOMES.items() if fields == wanted), "mirror")
 
 
+def stem_home_of(unit: UnitPlan) -> str:
+    """The member of `STEM_HOMES` that a stem unit's plan means."""
+    return "gpu" if unit.states == Tier.GPU else "stream_update" if unit.streams_states else "cpu"
+
+
 def saving_choices(problem: PlacementProblem, cost: UnitCost) -> list[tuple[Activations, Tier]]:
     """What a unit may save beside its input, and where."""
     tiers = [Tier.GPU]

@@ -42,7 +42,9 @@ class Capabilities:
         )
 
 
-RUNTIME_CAPABILITIES = Capabilities(streamed_states=True, offloaded_boundaries=True)
+RUNTIME_CAPABILITIES = Capabilities(
+    streamed_states=True, offloaded_boundaries=True, strategies=frozenset(Activations), offloaded_saved=True
+)
 """What the executor of this version carries out."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -11,10 +13,12 @@ import highspy
 from lazytrain_plugin.plan import capacity, timing_backward, timing_forward, variables
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, home_of
-from lazytrain_plugin.plan.greedy import empty_plan, explained, fits, plan_greedily
+from lazytrain_plugin.plan.greedy import empty_plan, explained, fits, leanest_plan, plan_greedily
 from lazytrain_plugin.plan.objective import set_objective
+from lazytrain_plugin.plan.patterns import search_patterns
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.refusal import infeasible, rebuilder
+from lazytrain_plugin.plan.relaxation import Relaxed, relax, rounded
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
@@ -46,10 +50,12 @@ class Outcome:
     """What the solver said."""
 
     status: str
-    gap_frac: float | None
+    gap_frac: float | None = None
     """Relative distance between the placement found and the bound; None: no placement found."""
-    plan: PlacementPlan | None
-    step_s: float | None
+    bound_s: float | None = None
+    """No placement of the program has a shorter step."""
+    plan: PlacementPlan | None = None
+    step_s: float | None = None
     """Step time of the placement in the program's own terms."""
 
 
@@ -83,25 +89,67 @@ def solve_problem(
         if greedy is None:
             raise infeasible(problem, rebuild)
         return greedy  # nothing streams
-    greedy = plan_greedily(problem)
-    outcome = run_highs(problem, start=greedy, time_limit_s=time_limit_s, gap_frac=gap_frac)
-    if outcome.plan is None and greedy is None:
+    started_s = time.monotonic()
+    outcome, candidates = _search(problem, started_s + time_limit_s, gap_frac)
+    if not candidates:
         # Fewer slots are the last memory to be had.
         tight = replace(problem, weight_slots=WEIGHT_SLOT_CHOICES[0], gradient_slots=GRADIENT_SLOT_CHOICES[0])
-        outcome = run_highs(tight, start=None, time_limit_s=time_limit_s, gap_frac=gap_frac)
-    candidates = [plan for plan in (outcome.plan, greedy) if plan is not None and fits(problem, plan)]
+        outcome, candidates = _search(tight, started_s + 2 * time_limit_s, gap_frac)
     if not candidates:
         raise infeasible(problem, rebuild)
     best, step_s = _with_best_rings(problem, *_fastest(problem, candidates))
-    if outcome.plan is None:
-        logger.warning("HiGHS found no placement in %.0f s (%s); the greedy one is taken", time_limit_s, outcome.status)
     solver = {
         "name": "highs",
         "status": outcome.status,
-        "gap_frac": None if outcome.gap_frac is None else round(outcome.gap_frac, 4),
+        "gap_frac": _gap_frac(outcome, step_s),
         "time_limit_s": time_limit_s,
     }
     return replace(explained(problem, best, step_s), solver=solver)
+
+
+def _search(problem: PlacementProblem, until_s: float, gap_frac: float) -> tuple[Outcome, list[PlacementPlan]]:
+    """The bound, and what was found: the best pattern first, then the whole program from there for the time left."""
+    model, v = build_program(problem)
+    _configure(model)
+    relaxed = relax(model)
+    if relaxed is None:
+        return Outcome(status="infeasible"), []
+    candidates = _find_patterns(problem, v, relaxed)
+    start = min(candidates, key=lambda plan: simulate(problem, plan).step_s, default=None)
+    outcome = Outcome(status="within the gap of the relaxation", bound_s=relaxed.bound_ms / 1e3)
+    if start is None or _gap_frac(outcome, simulate(problem, start).step_s) > gap_frac:
+        outcome = _run(problem, model, v, start=start, time_limit_s=until_s - time.monotonic(), gap_frac=gap_frac)
+        outcome = replace(outcome, bound_s=max(outcome.bound_s or 0.0, relaxed.bound_ms / 1e3))
+    if outcome.plan is not None:
+        candidates.append(outcome.plan)
+    return outcome, [plan for plan in candidates if fits(problem, plan)]
+
+
+def _find_patterns(problem: PlacementProblem, v: variables.Variables, relaxed: Relaxed) -> list[PlacementPlan]:
+    """Patterns from the relaxation's mixture; with fewer ways to save at first, which are found more easily."""
+    lean = leanest_plan(problem)
+    starts = [rounded(problem, v, relaxed, lean)]
+    simple = replace(
+        problem.capabilities,
+        strategies=problem.capabilities.strategies - {Activations.ATTENTION, Activations.MATMULS},
+        offloaded_saved=False,
+    )
+    found = []
+    if simple != problem.capabilities:
+        plain = replace(problem, capabilities=simple)
+        model, columns = build_program(plain)
+        _configure(model)
+        fewer = relax(model)
+        if fewer is not None:
+            starts += [search_patterns(plain, rounded(plain, columns, fewer, lean)) or lean]
+            found = starts[1:]
+    return [plan for plan in (*found, *(search_patterns(problem, start) for start in starts)) if plan is not None]
+
+
+def _gap_frac(outcome: Outcome, step_s: float) -> float | None:
+    """Distance of a replayed step from the program's bound. The program is on the safe side of the simulator, so that
+    a plan may even be faster than its bound."""
+    return None if outcome.bound_s is None else round(max(0.0, 1 - outcome.bound_s / step_s), 4)
 
 
 def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.Variables]:
@@ -142,10 +190,28 @@ def run_highs(
 ) -> Outcome:
     """Builds and solves the program once. `start`: a placement to begin with."""
     model, v = build_program(problem)
+    _configure(model)
+    return _run(problem, model, v, start=start, time_limit_s=time_limit_s, gap_frac=gap_frac)
+
+
+def _configure(model: highspy.Highs) -> None:
     # One thread and a fixed seed: the same inputs give the same plan. The scheduler is global to the process, and would
     # refuse another number of threads than the one it was started with.
     highspy.Highs.resetGlobalScheduler(True)
-    for option, value in (("threads", 1), ("random_seed", 0), ("mip_rel_gap", gap_frac), ("time_limit", time_limit_s)):
+    for option, value in (("threads", 1), ("random_seed", 0)):
+        model.setOptionValue(option, value)
+
+
+def _run(
+    problem: PlacementProblem,
+    model: highspy.Highs,
+    v: variables.Variables,
+    *,
+    start: PlacementPlan | None,
+    time_limit_s: float,
+    gap_frac: float,
+) -> Outcome:
+    for option, value in (("mip_rel_gap", gap_frac), ("time_limit", max(0.1, time_limit_s))):
         model.setOptionValue(option, value)
     if start is not None:
         _set_start(model, v, start)
@@ -163,11 +229,12 @@ def run_highs(
         raise RuntimeError(f"HiGHS ended with {model.modelStatusToString(status)}; report this with the plan's inputs")
     text = names.get(status, model.modelStatusToString(status).lower())
     if not found:
-        return Outcome(status=text, gap_frac=None, plan=None, step_s=None)
+        return Outcome(status=text, bound_s=info.mip_dual_bound / 1e3 if math.isfinite(info.mip_dual_bound) else None)
     values = model.getSolution().col_value
     return Outcome(
         status=text,
         gap_frac=info.mip_gap,
+        bound_s=info.mip_dual_bound / 1e3,
         plan=_read_plan(problem, v, values),
         step_s=values[v.step_ms.index] / 1e3,
     )

@@ -124,7 +124,12 @@ def test_the_program_and_the_simulator_tell_the_same_time(seed, accumulation):
 @pytest.mark.parametrize("extra_mib", [180, 300, 600])
 def test_never_slower_than_greedy_and_within_budget(extra_mib, accumulation):
     model, machine = builders.model(8), builders.hardware()
-    request = PlanRequest(max_tokens=2048, gpu_budget_bytes=GIB + extra_mib * MIB, accumulation_steps=accumulation)
+    request = PlanRequest(
+        max_tokens=2048,
+        gpu_budget_bytes=GIB + extra_mib * MIB,
+        accumulation_steps=accumulation,
+        capabilities=Capabilities(offloaded_boundaries=True),
+    )
     greedy, solved = (
         greedy_plan(model, machine, request),
         solve_plan(model, machine, request),
