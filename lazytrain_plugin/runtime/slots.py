@@ -31,6 +31,8 @@ class WeightSlot:
         self.leases = 0
         self.last_lease = 0
         """Counts up; the slot with the smallest number was used the longest ago."""
+        self.is_waiting = False
+        """Its weights came and no computation has used them yet."""
         self._views: dict[Unit, list[torch.Tensor]] = {}
 
     def views(self, unit: Unit) -> list[torch.Tensor]:
@@ -43,7 +45,8 @@ class WeightSlot:
 class WeightSlots:
     """Copies of streamed weights, kept as long as nothing that is needed sooner wants the place.
 
-    The rule of eviction: never a leased slot, never a unit that `needed` names; among the rest the oldest.
+    The rule of eviction: never a leased slot, never a unit that `needed` names; among the rest the one that was used the
+    longest ago. One that still waits for its first use is needed sooner than any that was used.
     """
 
     def __init__(self, streams: Streams, count: int, nbytes: int) -> None:
@@ -62,7 +65,7 @@ class WeightSlots:
         slot = self.hold(unit)
         slot.leases += 1
         self._clock += 1
-        slot.last_lease = self._clock
+        slot.last_lease, slot.is_waiting = self._clock, False
         self._streams.compute_waits(slot.ready, cause, since=since)
         return slot
 
@@ -106,7 +109,7 @@ class WeightSlots:
         candidates = [slot for slot in self._slots if slot.leases == 0 and slot.unit not in needed]
         if not candidates:
             return None
-        slot = min(candidates, key=lambda s: (s.unit is not None, s.last_lease))
+        slot = min(candidates, key=lambda s: (s.unit is not None, s.is_waiting, s.last_lease))
         if slot.unit is not None:
             self.drop(slot.unit)
         streams = self._streams
@@ -119,7 +122,7 @@ class WeightSlots:
         slot.ready = unit.upload_event = streams.record(streams.h2d)
         if unit.home.nvme_weights is not None:
             unit.home.nvme_weights.uploaded(slot.ready)
-        slot.unit = unit
+        slot.unit, slot.is_waiting = unit, True
         self._holding[unit] = slot
         return slot
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from lazytrain_plugin.runtime.pending import PendingParameter
 from lazytrain_plugin.runtime.state_slots import cut
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.runtime.unit import Arrival
+from lazytrain_plugin.runtime.update import NativeAdamW
 from tests.runtime.rig import (
     DEVICES,
     Model,
@@ -347,3 +350,37 @@ def test_chunks_cover_what_arrived_once(max_blocks):
             assert span.start % 256 == 0 and arrived[span.tensor] == chunk.arrival
             covered[span.tensor][span.start : span.start + span.numel] += 1
     assert all((count == 1).all() for count in covered.values())
+
+
+def test_each_weight_comes_once_though_the_updates_of_others_are_late(monkeypatch):
+    """Between units that the CPU updates late lie units that the GPU updates early, in slots that must stay theirs."""
+    model = make(num_layers=8)
+    plan = replace(plan_for(model, home="streamed"), weight_slots=3)
+    late = plan_for(model, home="cpu").units
+    plan = replace(plan, units=tuple(late[i] if i % 2 == 0 else unit for i, unit in enumerate(plan.units)))
+    executor = make_executor(model, plan, native=True)
+    monkeypatch.setattr(NativeAdamW, "update", _late(NativeAdamW.update))
+    fetched = []
+    for unit in executor.units:
+        read = unit.home.host_buffer.read_into
+        monkeypatch.setattr(
+            unit.home.host_buffer, "read_into", lambda out, read=read, unit=unit: (fetched.append(unit.name), read(out))
+        )
+    first, second = batches(2, "cpu")
+    executor.begin_forward()
+    model.loss(first).backward()
+    fetched.clear()
+    executor.step(0.0)
+    executor.begin_forward()
+    model.loss(second)
+    assert sorted(fetched) == [unit.name for unit in executor.units]
+    executor.flush()
+    executor.close()
+
+
+def _late(update):
+    def wrapped(self, unit, arrived, scalars):
+        time.sleep(0.02)
+        return update(self, unit, arrived, scalars)
+
+    return wrapped
