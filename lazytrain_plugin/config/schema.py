@@ -137,6 +137,11 @@ class PlanConfig:
         None,
         Rule(kind="string", nullable=True),
     )
+    evaluation_tokens: int | None = option(
+        "tokens of an evaluation batch whose whole logits the GPU must hold; null: no evaluation is planned for",
+        None,
+        Rule(kind="integer", nullable=True, at_least=1),
+    )
     adapt: bool = option(
         "plan again, in the background, when steps show other rates than planned; weights move, results do not change",
         True,
@@ -255,6 +260,11 @@ class LazyTrainConfig:
         None,
         Rule(kind="number", nullable=True, above=0),
     )
+    nvme_write_gib_per_day: float | None = option(
+        "what training may write to the disk in 24 hours, in GiB (2**30 bytes), to limit its wear; null: no limit",
+        None,
+        Rule(kind="number", nullable=True, above=0),
+    )
     max_tokens: int | None = option(
         "tokens of the largest micro-batch (batch x sequence); null: taken from the first batch",
         None,
@@ -282,10 +292,11 @@ class LazyTrainConfig:
                 'use "balanced".'
             )
         check_fields(self)
-        if self.nvme_gib is not None and self.nvme_path is None:
-            raise ConfigError(
-                f'"{self.PATH}.nvme_gib" is set but "{self.PATH}.nvme_path" is not; name a folder on an NVMe disk.'
-            )
+        for key in ("nvme_gib", "nvme_write_gib_per_day"):
+            if getattr(self, key) is not None and self.nvme_path is None:
+                raise ConfigError(
+                    f'"{self.PATH}.{key}" is set but "{self.PATH}.nvme_path" is not; name a folder on an NVMe disk.'
+                )
         if self.optimizer.implementation == "torch" and self.state_bits == 8:
             raise ConfigError(
                 f'"{self.PATH}.optimizer.implementation" is "torch", whose states have the optimizer\'s own precision, '

@@ -61,6 +61,12 @@ def plan_command(
     gpu_memory_gib: Annotated[float | None, typer.Option(help="GPU budget; default: all there is")] = None,
     cpu_memory_gib: Annotated[float | None, typer.Option(help="host budget; default: all there is")] = None,
     nvme_gib: Annotated[float | None, typer.Option(help="NVMe budget; default: none is used")] = None,
+    nvme_write_gib_per_day: Annotated[
+        float | None, typer.Option(help="what may be written to the disk in 24 hours; default: no limit")
+    ] = None,
+    evaluation_tokens: Annotated[
+        int | None, typer.Option(min=1, help="an evaluation batch whose whole logits the GPU must hold")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="write the plan here")] = None,
     timeline: Timeline = None,
     measured: Measured = None,
@@ -77,9 +83,13 @@ def plan_command(
             cpu_budget_bytes=_gib_to_bytes("cpu-memory-gib", cpu_memory_gib),
             fidelity=fidelity,
             accumulation_steps=accumulation_steps,
+            nvme_write_bytes_per_day=_gib_to_bytes("nvme-write-gib-per-day", nvme_write_gib_per_day),
+            evaluation_tokens=evaluation_tokens,
         )
         if nvme_gib is not None:
             machine, request = _with_nvme(machine, request, nvme_gib)
+        elif nvme_write_gib_per_day is not None:
+            raise ConfigError("--nvme-write-gib-per-day limits what --nvme-gib allows to use; give both")
         plan = make_plan(profile, machine, request)
         ledger = check_plan(plan, profile, machine, request)
         problem = build_problem(profile, machine, request)

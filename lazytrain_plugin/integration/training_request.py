@@ -55,6 +55,8 @@ def training_request(
         gpu_budget_bytes=gib_to_bytes(config.gpu_memory_gib),
         cpu_budget_bytes=gib_to_bytes(config.cpu_memory_gib),
         nvme_budget_bytes=gib_to_bytes(config.nvme_gib),
+        nvme_write_bytes_per_day=gib_to_bytes(config.nvme_write_gib_per_day),
+        evaluation_tokens=config.plan.evaluation_tokens,
         fidelity=fidelity,
         state_bits=state_bits,
         accumulation_steps=accumulation_steps,

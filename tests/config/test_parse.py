@@ -189,6 +189,14 @@ def test_more_nvme_space_than_there_is_is_refused(tmp_path):
     text = refusal({"nvme_path": str(tmp_path), "nvme_gib": 1e7})
     assert '"lazytrain.nvme_gib" is 1e+07' in text and "free in" in text and str(tmp_path) in text
     assert '"lazytrain.nvme_path" is not' in refusal({"nvme_gib": 3})
+    assert '"lazytrain.nvme_path" is not' in refusal({"nvme_write_gib_per_day": 3})
+    assert "above 0" in refusal({"nvme_path": str(tmp_path), "nvme_write_gib_per_day": 0})
+
+
+def test_an_evaluation_batch_is_a_number_of_tokens():
+    assert parse_block({"plan": {"evaluation_tokens": 4096}}).plan.evaluation_tokens == 4096
+    assert '"lazytrain.plan.evaluation_tokens" is 0' in refusal({"plan": {"evaluation_tokens": 0}})
+    assert "integer" in refusal({"plan": {"evaluation_tokens": 2.5}})
 
 
 def test_the_file_system_of_a_path_is_that_of_the_mount_it_lies_in(tmp_path):

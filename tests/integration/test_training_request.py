@@ -1,0 +1,27 @@
+"""What the block says reaches the planner, in the planner's units."""
+
+import pytest
+
+from lazytrain_plugin.config.schema import LazyTrainConfig, PlanConfig
+from lazytrain_plugin.errors import InfeasiblePlanError
+from lazytrain_plugin.integration.training_request import training_request
+from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.units import GIB
+from tests.plan import builders
+
+
+def requested(config, max_tokens=512):
+    return training_request(config, max_tokens, state_bits=32, accumulation_steps=1, native=True)
+
+
+def test_a_write_budget_reaches_the_planner():
+    config = LazyTrainConfig(nvme_path="/mnt/disk", nvme_write_gib_per_day=2.5)
+    assert requested(config).nvme_write_bytes_per_day == 2.5 * GIB
+    assert requested(LazyTrainConfig()).nvme_write_bytes_per_day is None
+
+
+def test_a_plan_leaves_room_for_the_logits_of_an_evaluation():
+    machine, model = builders.hardware(gpu_gib=1.6), builders.model(2, vocab=65536)
+    greedy_plan(model, machine, requested(LazyTrainConfig()))
+    with pytest.raises(InfeasiblePlanError):
+        greedy_plan(model, machine, requested(LazyTrainConfig(plan=PlanConfig(evaluation_tokens=1 << 20))))
