@@ -45,8 +45,8 @@ class WeightSlot:
 class WeightSlots:
     """Copies of streamed weights, kept as long as nothing that is needed sooner wants the place.
 
-    The rule of eviction: never a leased slot, never a unit that `needed` names; among the rest the one that was used the
-    longest ago. One that still waits for its first use is needed sooner than any that was used.
+    The rule of eviction: never a leased slot, never a unit that `needed` names; among the rest the one that was used
+    the longest ago. One that still waits for its first use is needed sooner than any that was used.
     """
 
     def __init__(self, streams: Streams, count: int, nbytes: int) -> None:

@@ -24,13 +24,16 @@ ON_GPU = {"weights": Tier.GPU, "states": Tier.GPU, "updater": Updater.GPU}
 ALL_STEM = ("rest", "embed_tokens", "lm_head")
 CELLS = {
     # state bits, resident units, stem units with states on the GPU, weight slots,
-    # allocated GiB, reserved GiB, host GiB or None, step s
-    "planned, 8-bit": (8, 3, ("rest", "embed_tokens", "lm_head"), 3, 25.35, 27.38, 45.9, 3.654),
-    "by hand, 8-bit": (8, 6, ("rest", "embed_tokens", "lm_head"), 2, 28.85, 30.94, None, 3.431),
-    "planned, 32-bit": (32, 1, ("rest", "embed_tokens"), 3, 24.58, 27.07, 90.8, 3.480),
-    "inputs on the host, last unit keeps, 8-bit": (8, 8, ALL_STEM, 2, 29.01, 30.74, 42.4, 3.478),
-    "all resident, last unit keeps, 8-bit": (8, 28, ALL_STEM, 2, 62.17, 66.50, None, 3.033),
+    # allocated GiB, reserved GiB, host GiB, step s (None: of a version whose backward ran more)
+    "planned, 8-bit": (8, 3, ALL_STEM, 3, 25.35, 27.38, 45.9, None),
+    "by hand, 8-bit": (8, 6, ALL_STEM, 2, 28.82, 30.94, 40.0, 3.276),
+    "planned, 32-bit": (32, 1, ("rest", "embed_tokens"), 3, 24.58, 27.07, 90.8, None),
+    "last unit keeps, 32-bit": (32, 2, ("rest", "embed_tokens"), 3, None, None, 86.2, 3.281),
+    "inputs on the host, last unit keeps, 8-bit": (8, 8, ALL_STEM, 2, 29.01, 30.74, 42.4, None),
+    "all resident, last unit keeps, 8-bit": (8, 28, ALL_STEM, 2, 62.17, 66.50, None, None),
 }
+COMPUTE_S = 2.70
+"""Without waits, in every cell that has a time: all recompute, but for one unit."""
 
 
 def problem_and_plan(cell):
@@ -50,7 +53,7 @@ def problem_and_plan(cell):
     return problem, replace(lean, units=units, stem=on_gpu)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if CELLS[cell][4] is not None])
 def test_gpu_memory_is_the_measured_one(cell):
     ledger = account(*problem_and_plan(cell))
     *_, allocated_gib, reserved_gib, _, _ = CELLS[cell]
@@ -77,9 +80,9 @@ def test_host_memory_is_the_measured_one(cell):
     assert measured_gib <= predicted_gib <= 1.05 * measured_gib
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if CELLS[cell][-1] is not None])
 def test_step_time_is_the_measured_one(cell):
     problem, plan = problem_and_plan(cell)
     times = simulate(problem, plan)
     assert times.step_s == pytest.approx(CELLS[cell][-1], rel=0.05)
-    assert times.compute_s == pytest.approx(2.935, rel=0.02)
+    assert times.compute_s == pytest.approx(COMPUTE_S, rel=0.02)
