@@ -99,7 +99,7 @@ def load_text(path: str | None) -> tuple[np.ndarray, np.ndarray]:
 
 def quantize_attention_too() -> None:
     """In this process (one run of one arm) nothing is taken for attention any more."""
-    from lazytrain_plugin.runtime.attention_core import AttentionCore
+    from lazytrain_plugin.profile.attention_core import AttentionCore
 
     AttentionCore.holds_output = AttentionCore.holds_saved = lambda self, _: False
 

@@ -89,8 +89,8 @@ def sends_gradients(cost: UnitCost, unit: UnitPlan) -> bool:
 
 def offloaded_bytes(cost: UnitCost, unit: UnitPlan) -> int:
     """What leaves the GPU after a unit's forward and comes back for its backward."""
-    boundary = cost.boundary_bytes if unit.boundary != Tier.GPU else 0
-    return boundary + (cost.saved_bytes(unit.activations) if unit.saved != Tier.GPU else 0)
+    boundary = cost.boundary_bytes_in(unit.boundary_bits) if unit.boundary != Tier.GPU else 0
+    return boundary + (cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved != Tier.GPU else 0)
 
 
 def nvme_staged_bytes(cost: UnitCost, unit: UnitPlan) -> int:
@@ -167,8 +167,10 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
 def windows(problem: PlacementProblem, plan: PlacementPlan) -> Iterator[Window]:
     """The windows of a step in the order of time: the loss, backward from the last unit to the first, its end."""
     pairs = list(zip(problem.units, plan.units))
-    on_gpu = [cost.boundary_bytes if unit.boundary == Tier.GPU else 0 for cost, unit in pairs]
-    saved = [cost.saved_bytes(unit.activations) if unit.saved == Tier.GPU else 0 for cost, unit in pairs]
+    on_gpu = [cost.boundary_bytes_in(unit.boundary_bits) if unit.boundary == Tier.GPU else 0 for cost, unit in pairs]
+    saved = [
+        cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved == Tier.GPU else 0 for cost, unit in pairs
+    ]
     yield Window(sum(on_gpu), sum(saved), 0, problem.loss_bytes, "logits and loss")
 
     slot = max((cost.gradient_bytes for cost, unit in pairs if sends_gradients(cost, unit)), default=0)
@@ -204,8 +206,8 @@ def _head_gradient_bytes(problem: PlacementProblem, plan: PlacementPlan, *, alwa
 def _offloaded_to(pairs: Sequence[tuple[UnitCost, UnitPlan]], tier: Tier) -> int:
     total = 0
     for cost, unit in pairs:
-        total += cost.boundary_bytes if unit.boundary == tier else 0
-        total += cost.saved_bytes(unit.activations) if unit.saved == tier else 0
+        total += cost.boundary_bytes_in(unit.boundary_bits) if unit.boundary == tier else 0
+        total += cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved == tier else 0
     return total
 
 

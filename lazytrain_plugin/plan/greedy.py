@@ -18,6 +18,7 @@ from lazytrain_plugin.plan.accounting import (
     unit_bytes,
 )
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home
+from lazytrain_plugin.plan.formats import gradient_error, spend_slack
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
@@ -257,7 +258,10 @@ def _saving(problem: PlacementProblem, plan: PlacementPlan, activations: Activat
     def with_last(count: int) -> PlacementPlan:
         chosen = frozenset(free[len(free) - count :])
         units = (
-            replace(unit, activations=activations) if index in chosen else unit for index, unit in enumerate(plan.units)
+            replace(unit, activations=activations, saved_bits=problem.units[index].planned_bits(activations))
+            if index in chosen
+            else unit
+            for index, unit in enumerate(plan.units)
         )
         return replace(plan, units=tuple(units))
 
@@ -269,7 +273,8 @@ def _saving(problem: PlacementProblem, plan: PlacementPlan, activations: Activat
 
 
 def explained(problem: PlacementProblem, plan: PlacementPlan, step_s: float) -> PlacementPlan:
-    """`plan` with its predictions and a reason per unit."""
+    """`plan` with its predictions, a reason per unit, and more bits for saved activations where there is room."""
+    plan = spend_slack(problem, plan, fits)
     return replace(
         plan,
         units=tuple(_with_reason(problem, cost, unit) for cost, unit in zip(problem.units, plan.units)),
@@ -312,8 +317,12 @@ def _activation_reason(cost: UnitCost, unit: UnitPlan) -> str:
     elif cost.kept_bytes:
         verb = "keeps" if unit.activations == Activations.KEEP else f"keeps {unit.activations.value}:"
         where = " in host memory" if unit.saved != Tier.GPU else ""
-        saved_bytes = format_bytes(cost.saved_bytes(unit.activations))
+        saved_bytes = format_bytes(cost.saved_bytes(unit.activations, unit.saved_bits))
         text = f"; {verb} {saved_bytes}{where} to save {saved_ms:.0f} ms of recompute"
+        if unit.saved_bits < 16:
+            exact_bytes = format_bytes(cost.saved_bytes(unit.activations, 16))
+            error_percent = 100 * gradient_error(unit.saved_bits)
+            text += f" ({unit.saved_bits} bits instead of {exact_bytes}; gradients off by up to {error_percent:.1f} %)"
     if unit.boundary != Tier.GPU:
         text += f"; its input ({format_bytes(cost.boundary_bytes)}) waits in host memory"
     return text

@@ -125,8 +125,8 @@ def _forward_bytes(problem: PlacementProblem, plan: PlacementPlan) -> tuple[list
     """Inputs and saved activations on the device while unit u's forward runs, its own included."""
     inputs, saved, input_sum, saved_sum = [], [], 0, 0
     for cost, unit in zip(problem.units, plan.units, strict=True):
-        input_sum += cost.boundary_bytes if unit.boundary == Tier.GPU else 0
-        saved_sum += cost.saved_bytes(unit.activations) if unit.saved == Tier.GPU else 0
+        input_sum += cost.boundary_bytes_in(unit.boundary_bits) if unit.boundary == Tier.GPU else 0
+        saved_sum += cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved == Tier.GPU else 0
         inputs.append(input_sum)
         saved.append(saved_sum)
     return inputs, saved

@@ -6,13 +6,15 @@ of the same step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.plan.formats import LEAST_BITS, coded_bytes, coding_flop
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.profile.hardware import HardwareProfile
-from lazytrain_plugin.profile.model import ModelProfile, UnitProfile, UnitRole
+from lazytrain_plugin.profile.model import ModelProfile, StrategyProfile, UnitProfile, UnitRole
 from lazytrain_plugin.units import GIB, MIB
 from lazytrain_plugin.vocab import Activations, Fidelity
 
@@ -47,8 +49,20 @@ class StrategyCost:
     """One way of saving activations between nothing and everything."""
 
     saved_bytes: int
+    """As it is, in 16 bits (fp32 in 32)."""
     recompute_frac: float
     """Share of the forward that runs again in backward."""
+    attention_bytes: int = 0
+    """Of `saved_bytes`: never in fewer bits."""
+    element_bytes: int = 2
+    bits: int = 16
+    """What the planner plans with: the fewest that the fidelity allows."""
+    coding_frac: float = 0.0
+    """What encoding and decoding take, as a share of the forward."""
+
+    def bytes_in(self, bits: int) -> int:
+        """What is saved when all but attention is in so many bits."""
+        return self.attention_bytes + coded_bytes(self.saved_bytes - self.attention_bytes, self.element_bytes, bits)
 
 
 OFFLOAD_DELAYS_UPDATE_BYTES_PER_S = 27e9
@@ -110,17 +124,31 @@ class UnitCost:
         """What comes back from a streamed update beside the weights, which return where they rest on the host."""
         return self.rest_state_bytes
 
-    def saved_bytes(self, activations: Activations) -> int:
-        """What a strategy saves beside the input."""
+    def planned_bits(self, activations: Activations) -> int:
+        """In how many bits the planner takes what a strategy saves."""
+        return self.strategies[activations].bits if activations in self.strategies else 16
+
+    def saved_bytes(self, activations: Activations, bits: int | None = None) -> int:
+        """What a strategy saves beside the input; `bits` None: in those that the planner plans with."""
         if activations == Activations.RECOMPUTE:
             return 0
-        return self.kept_bytes if activations == Activations.KEEP else self.strategies[activations].saved_bytes
+        if activations == Activations.KEEP:
+            return self.kept_bytes
+        return self.strategies[activations].bytes_in(self.planned_bits(activations) if bits is None else bits)
+
+    def boundary_bytes_in(self, bits: int) -> int:
+        """The unit's input in so many bits."""
+        strategy = self.strategies.get(Activations.MATMULS)
+        return coded_bytes(self.boundary_bytes, strategy.element_bytes if strategy else 2, bits)
 
     def recompute_s(self, activations: Activations) -> float:
-        """What a strategy computes again in backward."""
+        """What a strategy computes again in backward, encoding and decoding included."""
         if activations == Activations.RECOMPUTE and activations not in self.strategies:
             return self.forward_s
-        return 0.0 if activations == Activations.KEEP else self.strategies[activations].recompute_frac * self.forward_s
+        if activations == Activations.KEEP:
+            return 0.0
+        strategy = self.strategies[activations]
+        return (strategy.recompute_frac + strategy.coding_frac) * self.forward_s
 
     def can(self, activations: Activations) -> bool:
         """Whether the unit's profile knows the strategy, and it saves anything."""
@@ -205,7 +233,10 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         raise ConfigError("a plan needs max_tokens: the tokens (batch x sequence) of the largest micro-batch")
 
     def cost(unit: UnitProfile) -> UnitCost:
-        return _unit_cost(unit, hardware, request.max_tokens, request.state_bits, request.accumulation_steps)
+        saving = functools.partial(
+            _strategy_cost, fidelity=request.fidelity, element_bytes=model.activation_bytes, tokens=request.max_tokens
+        )
+        return _unit_cost(unit, hardware, request.max_tokens, request.state_bits, request.accumulation_steps, saving)
 
     return PlacementProblem(
         units=tuple(cost(unit) for unit in model.units),
@@ -254,7 +285,12 @@ def _save_bytes(model: ModelProfile, state_bits: int) -> int:
 
 
 def _unit_cost(
-    unit: UnitProfile, hardware: HardwareProfile, tokens: int, state_bits: int, accumulation_steps: int
+    unit: UnitProfile,
+    hardware: HardwareProfile,
+    tokens: int,
+    state_bits: int,
+    accumulation_steps: int,
+    saving: Callable[..., StrategyCost],
 ) -> UnitCost:
     if unit.forward_s_per_token is not None:
         forward_s = unit.forward_s_per_token * tokens
@@ -295,10 +331,25 @@ def _unit_cost(
         if accumulates
         else 0.0,
         strategies={
-            strategy.activations: StrategyCost(
-                saved_bytes=strategy.saved_bytes_per_token * tokens, recompute_frac=strategy.recompute_frac
-            )
+            strategy.activations: saving(strategy, forward_flop=forward_s * hardware.layer_flop_per_s)
             for strategy in unit.strategies
             if strategy.activations != Activations.KEEP
         },
+    )
+
+
+def _strategy_cost(
+    strategy: StrategyProfile, *, forward_flop: float, tokens: int, element_bytes: int, fidelity: Fidelity
+) -> StrategyCost:
+    saved_bytes = strategy.saved_bytes_per_token * tokens
+    attention_bytes = strategy.attention_bytes_per_token * tokens
+    bits = LEAST_BITS[fidelity] if strategy.activations == Activations.MATMULS else 16
+    coding = coding_flop(saved_bytes - attention_bytes, element_bytes, bits)
+    return StrategyCost(
+        saved_bytes=saved_bytes,
+        recompute_frac=strategy.recompute_frac,
+        attention_bytes=attention_bytes,
+        element_bytes=element_bytes,
+        bits=bits,
+        coding_frac=coding / forward_flop if forward_flop else 0.0,
     )

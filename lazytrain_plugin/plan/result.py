@@ -130,7 +130,7 @@ class PlacementPlan:
         if self.fidelity == Fidelity.EXACT and lossy is not None:
             raise PlanMismatchError(
                 f"{lossy.name}: {min(lossy.saved_bits, lossy.boundary_bits)}-bit activations in a plan of fidelity "
-                '"exact"; plan with "fidelity": "compact" to allow them'
+                '"exact"; plan with "fidelity": "compact" to allow them (8 bits: "balanced")'
             )
         lossy = next((unit for unit in (*self.units, *self.stem) if unit.gradient_bits < 16), None)
         if self.fidelity == Fidelity.EXACT and lossy is not None:

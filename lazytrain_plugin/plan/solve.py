@@ -272,6 +272,7 @@ def _read_plan(problem: PlacementProblem, v: variables.Variables, values: list[f
                 state_bits=problem.state_bits,
                 activations=activations,
                 saved=saved,
+                saved_bits=cost.planned_bits(activations),
                 boundary=Tier.CPU if chosen(v.boundary_on_cpu[u]) else Tier.GPU,
             )
         )

@@ -85,6 +85,8 @@ class StrategyProfile:
     """Saved between forward and backward beside the unit's input, each storage once, without weights."""
     recompute_frac: float
     """Share of the unit's forward time that runs again in backward, in [0, 1]."""
+    attention_bytes_per_token: int = 0
+    """Of `saved_bytes_per_token`: in the core of attention, which is never saved in fewer bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

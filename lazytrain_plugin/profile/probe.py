@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lazytrain_plugin.profile.attention_core import AttentionCore
 from lazytrain_plugin.profile.model import StrategyProfile
 from lazytrain_plugin.profile.operator_kinds import OperatorKind, operator_kind, saves
 from lazytrain_plugin.vocab import Activations
@@ -39,8 +40,14 @@ class _Product:
     kind: OperatorKind
     flop: float
     output_bytes: float
+    operator: object
+    """None for attention's stand-in."""
+    sequence: int
+    """Autograd's number of its node."""
     needed: bool = False
     """Whether autograd saves anything after it; without that it is not run again under any strategy."""
+    in_attention: bool = False
+    """Whether its output belongs to the core of attention."""
 
 
 @dataclass(slots=True)
@@ -77,6 +84,7 @@ class Probe:
             saved = [p.needed and saves(activations, p.kind) for p in self.products]
             again = sum(w for w, p, is_saved in zip(work, self.products, saved) if p.needed and not is_saved)
             saved_bytes = sum(p.output_bytes for p, is_saved in zip(self.products, saved) if is_saved)
+            attention = sum(p.output_bytes for p, s in zip(self.products, saved) if s and p.in_attention)
             if activations != Activations.RECOMPUTE and not saved_bytes:
                 continue
             found.append(
@@ -84,6 +92,7 @@ class Probe:
                     activations=activations,
                     saved_bytes_per_token=-(-int(saved_bytes * 1024) // 1024),
                     recompute_frac=round((again + elementwise) / total, 4),
+                    attention_bytes_per_token=-(-int(attention * 1024) // 1024),
                 )
             )
         return tuple(found)
@@ -104,6 +113,8 @@ class ProbeRecorder:
         self._modules: list[str] = []
         """Names inside the unit of the modules that run, the innermost last."""
         self._inputs: set[int] = set()
+        self._since = 0
+        """Autograd's number of the unit's first node."""
         self._largest: dict[str, int] = {}
         self._classes: dict[int, str] = {}
         """Storage -> class of the module that made it."""
@@ -141,10 +152,17 @@ class ProbeRecorder:
             boundary = floating[0].nbytes if floating else 0
             self.probes.setdefault(name, Probe(boundary_bytes=boundary))
             self._largest.setdefault(name, 0)
+            self._since = torch.autograd._get_sequence_nr()
 
         return hook
 
     def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
+        if self._current is not None:
+            products = self.probes[self._current].products
+            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            core = AttentionCore(outputs, products, since=self._since)
+            for product in products:
+                product.in_attention = core.holds_output(product) or not core.is_product(product)
         self._current = None
 
     def _enter_part(self, name: str):
@@ -158,7 +176,9 @@ class ProbeRecorder:
         if self._current is not None:
             probe = self.probes[self._current]
             probe.attention_widths.append(query_width)
-            probe.products.append(_Product(OperatorKind.ATTENTION, 0.0, output_bytes))
+            probe.products.append(
+                _Product(OperatorKind.ATTENTION, 0.0, output_bytes, None, torch.autograd._get_sequence_nr() - 1)
+            )
             # The stand-in's own saving came before this was known.
             for product in probe.products:
                 product.needed = True
@@ -182,9 +202,8 @@ class ProbeRecorder:
                 # A fused stand-in makes its output from nothing: it reads as much.
                 probe.moved_bytes += moved if inputs and not _makes_empty(func) else 2 * moved
             return
-        probe.products.append(
-            _Product(kind, _product_flop(func, args, kwargs, result), sum(tensor.nbytes for tensor in outputs))
-        )
+        flop, nbytes = _product_flop(func, args, kwargs, result), sum(tensor.nbytes for tensor in outputs)
+        probe.products.append(_Product(kind, flop, nbytes, func, torch.autograd._get_sequence_nr() - 1))
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lazytrain_plugin.profile.attention_core import AttentionCore
 from lazytrain_plugin.runtime.activation_store import Handle, Parcel
-from lazytrain_plugin.runtime.attention_core import AttentionCore
 from lazytrain_plugin.runtime.local_graph import LocalGraph, audit, detached_leaves
 from lazytrain_plugin.runtime.quantized_saves import (
     ATTENTION,

@@ -5,7 +5,7 @@ its gradients do. AGoQ's layer-aware rule (arXiv 2605.00539, section on activati
 
 - the inputs of products and of element-wise groups are kept in block-wise codes, and what is between them is computed
   again from the codes (the strategy "matmuls" does that; "keep" stores every saved tensor in codes);
-- the core of attention stays exact (runtime/attention_core.py);
+- the core of attention stays exact (profile/attention_core.py);
 - so do statistics, tables, indices and masks: integers and booleans, and whatever is small beside the unit's input.
 
 [Note: when codes are made] At the end of the unit's forward: only then is it known what went into attention. Until then
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch
 
 from lazytrain_plugin.kernels import blockwise
+from lazytrain_plugin.profile.attention_core import AttentionCore
 from lazytrain_plugin.runtime.activation_store import ActivationStore, Handle, Parcel
-from lazytrain_plugin.runtime.attention_core import AttentionCore
 from lazytrain_plugin.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ class Encoder:
         self._store = store
         self._small = SMALL_FRAC * unit_numel
         self._known: dict[tuple, tuple[torch.Tensor, Codes]] = {}
+        self._left: set[tuple] = set()
+        """Memory of what stays exact; it lives as long as this object is in use."""
         self.report = SavingReport()
 
     def encode(
@@ -102,7 +104,10 @@ class Encoder:
         """
         reason = exact_because or self._why_exact(tensor, bits)
         if reason is not None:
-            self.report.left[reason] += tensor.numel() * tensor.element_size()
+            memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel())
+            if memory not in self._left:
+                self._left.add(memory)
+                self.report.left[reason] += min(tensor.nbytes, tensor.untyped_storage().nbytes())
             return None
         # [Note: identity] in activation_store.py: what is known is held, so its address is nobody else's.
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype, tensor._version, bits)

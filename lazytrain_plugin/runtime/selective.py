@@ -44,6 +44,7 @@ _VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_outp
 class _Call:
     """One call of an operator that may be saved."""
 
+    kind: OperatorKind
     operator: object
     structure: object
     outputs: list | None
@@ -128,7 +129,7 @@ class Recorder(_Mode):
         packs, sequence = self._packs, torch.autograd._get_sequence_nr() - 1
         result = func(*args, **kwargs)
         flat, structure = tree_flatten(result)
-        call = _Call(func, structure, None, packs, sequence)
+        call = _Call(kind, func, structure, None, packs, sequence)
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         if saved:
             call.outputs = [_alias(x) if isinstance(x, torch.Tensor) else x for x in flat]

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import Node
 
-from lazytrain_plugin.profile.operator_kinds import OperatorKind, operator_kind
+from lazytrain_plugin.profile.operator_kinds import OperatorKind
 
 _OWN_NODE = re.compile(r"(\w+)Backward\d+")
 
@@ -28,7 +28,9 @@ _OWN_NODE = re.compile(r"(\w+)Backward\d+")
 class ProductCall(Protocol):
     """A call of a matrix product or of fused attention that ran in the unit's forward."""
 
+    kind: OperatorKind
     operator: object
+    """None for a stand-in."""
     sequence: int
     """Autograd's sequence number of its node; that of an older node if autograd does not see the call."""
 
@@ -40,13 +42,20 @@ class AttentionCore:
         outputs: the unit's, with their graph.
         calls: all of its products and fused attentions, in their order.
         leaves: the unit's inputs.
+        since: sequence number of the unit's first node; older ones made its inputs.
     """
 
     def __init__(
-        self, outputs: Iterable[torch.Tensor], calls: Sequence[ProductCall], leaves: Iterable[torch.Tensor]
+        self,
+        outputs: Iterable[torch.Tensor],
+        calls: Sequence[ProductCall],
+        leaves: Iterable[torch.Tensor] = (),
+        *,
+        since: int = 0,
     ) -> None:
         self._leaves = set(leaves)
-        self._nodes = _nodes_by_sequence(outputs)
+        self._since = since
+        self._nodes = _nodes_by_sequence(outputs, since)
         self._products: dict[int, ProductCall] = {}
         for call in calls:
             if call.sequence in self._nodes and _may_be_node_of(self._nodes[call.sequence], call.operator):
@@ -57,7 +66,7 @@ class AttentionCore:
         """Nodes of attention, and between it and those products."""
         for sequence, call in self._products.items():
             node = self._nodes[sequence]
-            is_attention = operator_kind(call.operator) == OperatorKind.ATTENTION
+            is_attention = call.kind == OperatorKind.ATTENTION
             if is_attention or sum(self._is_activation(edge) for edge, _ in node.next_functions) > 1:
                 self._inside.add(sequence)
                 self._walk(node)
@@ -83,7 +92,7 @@ class AttentionCore:
         while stack:
             node = stack.pop()
             sequence = node._sequence_nr()
-            if hasattr(node, "variable"):
+            if hasattr(node, "variable") or sequence < self._since:
                 continue
             if sequence in self._products:
                 self._made_for.add(sequence)
@@ -100,7 +109,7 @@ class AttentionCore:
                     return True
                 continue
             sequence = node._sequence_nr()
-            if sequence in self._products:
+            if sequence in self._products or sequence < self._since:
                 return True
             if sequence not in seen:
                 seen.add(sequence)
@@ -108,12 +117,12 @@ class AttentionCore:
         return False
 
 
-def _nodes_by_sequence(outputs: Iterable[torch.Tensor]) -> dict[int, Node]:
+def _nodes_by_sequence(outputs: Iterable[torch.Tensor], since: int) -> dict[int, Node]:
     stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
     nodes: dict[int, Node] = {}
     while stack:
         node = stack.pop()
-        if hasattr(node, "variable") or node._sequence_nr() in nodes:
+        if hasattr(node, "variable") or node._sequence_nr() < since or node._sequence_nr() in nodes:
             continue
         nodes[node._sequence_nr()] = node
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
