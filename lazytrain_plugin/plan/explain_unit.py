@@ -95,7 +95,9 @@ def _others(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan, *, stem: 
         if saves_same and (activations == Activations.RECOMPUTE or tier == unit.saved):
             continue
         text = "recompute everything" if activations == Activations.RECOMPUTE else f"save {activations.value}"
-        yield text + tiers[tier], replace(unit, activations=activations, saved=tier)
+        bits = cost.planned_bits(activations)
+        text += f" in {bits} bits" if bits < 16 else ""
+        yield text + tiers[tier], replace(unit, activations=activations, saved=tier, saved_bits=bits)
     if problem.has_gpu and problem.capabilities.offloaded_boundaries:
         other_tier = Tier.GPU if unit.boundary == Tier.CPU else Tier.CPU
         where = "on the GPU" if other_tier == Tier.GPU else "in host memory"

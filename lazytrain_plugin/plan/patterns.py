@@ -95,10 +95,14 @@ class Family:
             home = homes[u] if u < len(homes) and homes[u] in self._allowed[u] else "stream"
             from_end = len(self._plan.units) - 1 - u
             activations, saved = saving[from_end] if from_end < len(saving) else (Activations.RECOMPUTE, Tier.GPU)
-            if not self.problem.units[u].can(activations):
+            cost = self.problem.units[u]
+            if not cost.can(activations):
                 activations, saved = Activations.RECOMPUTE, Tier.GPU
+            saving_fields = {
+                "activations": activations, "saved": saved, "saved_bits": cost.planned_bits(activations),
+            }  # fmt: skip
             boundary = Tier.CPU if u < pattern.boundaries else Tier.GPU
-            units.append(replace(unit, **HOMES[home], activations=activations, saved=saved, boundary=boundary))
+            units.append(replace(unit, **HOMES[home], **saving_fields, boundary=boundary))
         return replace(self._plan, units=tuple(units), stem=tuple(map(self._stem_unit, self._plan.stem, pattern.stem)))
 
     def _stem_unit(self, unit: UnitPlan, home: str) -> UnitPlan:
