@@ -4,10 +4,10 @@
     python benchmarks/activation_memory.py --shapes qwen2.5-7b --out benchmarks/results/activation_memory.json
 
 Each shape is one layer with the proportions of a public one, run on the CPU in bf16 on a few tokens: bytes per token
-are the same on any device and at any length (but for attention's statistics, a 4-byte figure per head and token). `eager`
-is what plain PyTorch saves; `matmuls` is what the engine's strategy of that name holds, the layer's input included, in
-so many bits outside of attention. AGoQ (arXiv 2605.00539) reports 28 U for Megatron, 16.5 U for COAT and 7.75 U for
-itself, for a layer like `paper` (no grouped queries, a gated MLP of 4 x hidden).
+are the same on any device and at any length. `eager` is what plain PyTorch saves; `matmuls` is what the engine's
+strategy of that name holds, the layer's input included, in so many bits outside of attention. AGoQ (arXiv 2605.00539)
+reports 28 U for Megatron, 16.5 U for COAT and 7.75 U for itself, for a layer like `paper` (no grouped queries, a gated
+MLP of 4 x hidden).
 """
 
 from __future__ import annotations
