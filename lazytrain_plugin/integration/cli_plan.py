@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from lazytrain_plugin.errors import ConfigError, LazyTrainError
+from lazytrain_plugin.integration.cli_nodes import cluster_of, explain_cluster
 from lazytrain_plugin.integration.meta_model import profile_from_config
 from lazytrain_plugin.integration.profile_tables import hardware_table, model_table
 from lazytrain_plugin.plan.check import check_plan, problem_of
@@ -19,6 +20,7 @@ from lazytrain_plugin.plan.explain import explain_plan, explain_unit, find_unit
 from lazytrain_plugin.plan.explain_measured import explain_measured, planned_events
 from lazytrain_plugin.plan.explain_unit import explain_choice
 from lazytrain_plugin.plan.measured import MeasuredTrace, compare_kinds, compare_resources
+from lazytrain_plugin.plan.network import plan_for_cluster
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
@@ -67,6 +69,15 @@ def plan_command(
     evaluation_tokens: Annotated[
         int | None, typer.Option(min=1, help="an evaluation batch whose whole logits the GPU must hold")
     ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="machines like this one")] = 1,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each, like the one described")] = 1,
+    network_gbit: Annotated[float | None, typer.Option(help="a node's link to the others, Gbit/s each way")] = None,
+    inside_gbit: Annotated[
+        float | None, typer.Option(help="a GPU's link to those of its node, Gbit/s each way; default: PCIe")
+    ] = None,
+    gradient_bits: Annotated[
+        int | None, typer.Option(help="of gradients between nodes, 8 or 16; default: 8 unless exact")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="write the plan here")] = None,
     timeline: Timeline = None,
     measured: Measured = None,
@@ -90,7 +101,11 @@ def plan_command(
             machine, request = _with_nvme(machine, request, nvme_gib)
         elif nvme_write_gib_per_day is not None:
             raise ConfigError("--nvme-write-gib-per-day limits what --nvme-gib allows to use; give both")
-        plan = make_plan(profile, machine, request)
+        cluster = cluster_of(machine, fidelity, nodes, ranks_per_node, network_gbit, inside_gbit, gradient_bits)
+        if cluster is not None:
+            plan, _, _ = plan_for_cluster(profile, machine, request, cluster, planner=make_plan)
+        else:
+            plan = make_plan(profile, machine, request)
         ledger = check_plan(plan, profile, machine, request)
         problem = build_problem(profile, machine, request)
         if out is not None:
@@ -108,6 +123,8 @@ def plan_command(
             console.print(f"activation bytes are an upper estimate ({profile.estimate})", style="yellow")
         have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
         console.print(explain_plan(plan, ledger=ledger, have_bytes=have, times=simulate(problem, plan)))
+        if cluster is not None:
+            console.print(explain_cluster(problem, plan, cluster))
         if trace is not None:
             console.print(explain_measured(build_timeline(problem, plan, title=""), trace.typical))
 

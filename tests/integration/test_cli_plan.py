@@ -108,6 +108,8 @@ def test_what_does_not_fit_exits_with_need_and_have(lazytrain, config_7b):
         (["plan", "{folder}", "--hardware", H200, "--measured", "missing_trace.json"], "can't be read"),
         (["plan", "{folder}", "--hardware", H200, "--measured", H200], "schema"),
         (["plan", "{folder}", "--hardware", H200, "--nvme-gib", "0"], "nvme-gib is 0"),
+        (["plan", "{folder}", "--hardware", H200, "--nodes", "2"], "add --network-gbit"),
+        (["plan", "{folder}", "--hardware", H200, "--ranks-per-node", "2", "--gradient-bits", "4"], "8 or 16 bits"),
     ],
 )
 def test_mistakes_end_in_one_line(lazytrain, config_7b, arguments, message):
@@ -115,6 +117,24 @@ def test_mistakes_end_in_one_line(lazytrain, config_7b, arguments, message):
     assert result.exit_code == 1
     assert message in result.stderr
     assert "Traceback" not in result.output and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_cluster_that_one_does_not_have(lazytrain, profile_7b):
+    result = lazytrain(
+        *("plan", profile_7b, "--hardware", H200, "--micro-batch", 4, "--fidelity", "balanced", "--nodes", 8),
+        *("--ranks-per-node", 8, "--network-gbit", 200, "--inside-gbit", 3600),
+    )
+    assert result.exit_code == 0, result.output
+    rows = {
+        cells[0].split(" bit")[0]: [cell.strip() for cell in cells]
+        for line in result.stdout.splitlines()
+        if len(cells := line.strip("│ ").split("│")) == 6
+    }
+    assert rows["8"][0] == "8 bit (planned)" and rows["16"][0] == "16 bit"
+    coded, plain = (float(rows[bits][5].replace(",", "")) for bits in ("8", "16"))
+    assert coded == pytest.approx(64 * 4 * 1024 / float(rows["8"][4].split()[0]), rel=0.01)
+    assert 1.2 < coded / plain < 64 * 4 / 148  # the network's part of the step gets shorter by the ratio of the bytes
+    assert "3.2x for 32 MiB, 1.0x for 32 KiB" in result.stdout
 
 
 def test_folder_without_a_config(lazytrain, tmp_path):

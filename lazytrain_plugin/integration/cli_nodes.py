@@ -1,0 +1,84 @@
+"""`lazytrain plan --nodes ...`: what a job of several nodes would do, for clusters that one does not have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lazytrain_plugin.comm.predict import CODED_BYTES_PER_ELEMENT, TABLE_LATENCY_S, predicted_speedup
+from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.plan.network import Cluster, node_host_bytes, predict_step
+from lazytrain_plugin.plan.problem import PlacementProblem
+from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.units import MIB, format_bytes
+from lazytrain_plugin.vocab import Fidelity
+
+WIRE_BYTES_PER_ELEMENT = {8: CODED_BYTES_PER_ELEMENT, 16: 2 * 2}
+"""Both ways of an all-reduce: in codes, or in bf16."""
+GBIT = 1e9 / 8
+EXAMPLE_BYTES = {"32 MiB": 32 * MIB, "32 KiB": 32 * 1024}
+
+
+def cluster_of(
+    machine: HardwareProfile,
+    fidelity: Fidelity,
+    nodes: int,
+    ranks_per_node: int,
+    network_gbit: float | None,
+    inside_gbit: float | None,
+    gradient_bits: int | None,
+) -> Cluster | None:
+    """The cluster of the command's options; None for one rank.
+
+    Raises:
+        ConfigError: several nodes without `network_gbit`, another number of bits, or a bandwidth that isn't positive.
+    """
+    if nodes * ranks_per_node == 1:
+        return None
+    if nodes > 1 and network_gbit is None:
+        raise ConfigError(f"--nodes is {nodes}, but the network between them is unknown; add --network-gbit")
+    bits = gradient_bits if gradient_bits is not None else (16 if fidelity == Fidelity.EXACT else 8)
+    if bits not in WIRE_BYTES_PER_ELEMENT:
+        raise ConfigError(f"--gradient-bits is {bits}; gradients travel in 8 or 16 bits")
+    pcie_bytes_per_s = machine.h2d_bytes_per_s
+    return Cluster(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        network_bytes_per_s=network_gbit * GBIT if network_gbit is not None else pcie_bytes_per_s,
+        inside_bytes_per_s=inside_gbit * GBIT if inside_gbit is not None else pcie_bytes_per_s,
+        wire_bytes_per_element=WIRE_BYTES_PER_ELEMENT[bits],
+        latency_s=TABLE_LATENCY_S,
+    )
+
+
+def explain_cluster(problem: PlacementProblem, plan: PlacementPlan, cluster: Cluster) -> Group:
+    """The step of the whole job, with gradients in codes and in bf16, and what an all-reduce by itself would gain."""
+    gbit, inside = cluster.network_bytes_per_s / GBIT, cluster.inside_bytes_per_s / GBIT
+    links = f"{gbit:g} Gbit/s between nodes, " if cluster.nodes > 1 else ""
+    title = f"{cluster.nodes} x {cluster.ranks_per_node} ranks, {links}{inside:.0f} Gbit/s inside a node"
+    table = Table(title=title, title_justify="left")
+    for column in ("gradients", "a node sends", "network works", "of it exposed", "step", "tokens/s of the job"):
+        table.add_column(column, justify="left" if column == "gradients" else "right")
+    for bits, wire_bytes in WIRE_BYTES_PER_ELEMENT.items():
+        variant = replace(cluster, wire_bytes_per_element=wire_bytes)
+        times = predict_step(problem, plan, variant)
+        planned = " (planned)" if wire_bytes == cluster.wire_bytes_per_element else ""
+        table.add_row(
+            f"{bits} bit{planned}",
+            format_bytes(times.wire_bytes),
+            f"{times.network_s:.3f} s",
+            f"{times.exposed_s:.3f} s",
+            f"{times.step_s:.3f} s",
+            f"{times.tokens_per_s(variant, problem):,.0f}",
+        )
+    host = format_bytes(node_host_bytes(problem, plan, cluster))
+    lines = [f"host memory of a node, its homes shared by its ranks: {host}"]
+    if cluster.nodes > 1:
+        links = {"nodes": cluster.nodes, "ranks_per_link": cluster.ranks_per_node}
+        ratios = [f"{predicted_speedup(size, gbit, **links):.1f}x for {name}" for name, size in EXAMPLE_BYTES.items()]
+        lines.append(f"an all-reduce in codes against one of fp32, by bandwidth alone: {', '.join(ratios)}")
+    return Group(table, Text("\n".join(lines)))
