@@ -74,11 +74,39 @@ def train(rank, config, block, device, overflow_at=None):
             engine.backward(loss)
             engine.step()
     comm = getattr(engine, "lazytrain_gradient_comm", None)
-    weights = torch.cat([p.detach().float().reshape(-1) for p in engine.module.parameters()]).cpu()
-    return weights, comm and comm.stats(), engine.skipped_steps, type(engine).__name__
+    return flat_weights(engine), comm and comm.stats(), engine.skipped_steps, type(engine).__name__
 
 
-def every_case(rank, device):
+def flat_weights(engine):
+    return torch.cat([p.detach().float().reshape(-1) for p in engine.module.parameters()]).cpu()
+
+
+def step_once(engine, rank, device):
+    for _ in range(ACCUMULATION):
+        x = torch.randn(4, 33, generator=torch.Generator().manual_seed(20 + rank)).to(device)
+        engine.backward(engine(x, with_side=True).square().mean())
+        engine.step()
+
+
+def clip(rank, block, device):
+    """How far one step clipped to a norm of 0.01 goes, and the norm that DeepSpeed reports."""
+    engine = make_engine({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.01}, block, device)
+    step_once(engine, rank, device)
+    return float((flat_weights(engine) - initial_weights()).norm()), float(engine.get_global_grad_norm())
+
+
+def save_and_load(rank, device, folder):
+    """A run with the hook is saved by both ranks, and goes on without the hook."""
+    config = CASES["stage 1"]
+    engine = make_engine(config, BLOCK, device)
+    step_once(engine, rank, device)
+    engine.save_checkpoint(folder)
+    plain = make_engine(config, {"enabled": False}, device)
+    plain.load_checkpoint(folder)
+    return flat_weights(engine), flat_weights(plain), plain.global_steps
+
+
+def every_case(rank, device, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     import deepspeed  # noqa: F401
 
@@ -93,13 +121,16 @@ def every_case(rank, device):
         out[name] = plain, train(rank, config, BLOCK, device)
     overflow = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "check_grad_overflow": True}}
     out["overflow"] = train(rank, overflow, BLOCK, device, overflow_at=(1, 1))
+    out["clip"] = [clip(rank, block, device) for block in ({"enabled": False}, BLOCK)]
+    out["saved"] = save_and_load(rank, device, folder)
     out["16 bits"] = train(rank, CASES["stage 1"], {"gradient_comm": {"bits": 16}}, device)
     return out
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def trained(request):
-    return succeed(every_case, 2, device=request.param, timeout_s=200)
+def trained(request, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("checkpoint"))
+    return succeed(every_case, 2, folder, device=request.param, timeout_s=200)
 
 
 def initial_weights():
@@ -138,6 +169,21 @@ def test_inf_on_one_rank_makes_all_skip(trained):
     (ours, _, skipped, _), (others, _, others_skipped, _) = (rank["overflow"] for rank in trained)
     assert skipped == others_skipped == 1
     assert torch.equal(ours, others) and ours.isfinite().all()
+
+
+@pytest.mark.multiprocess
+def test_clipping_and_the_norm_are_deepspeeds(trained):
+    for (plain_moved, plain_norm), (moved, norm) in (rank["clip"] for rank in trained):
+        assert moved == pytest.approx(0.01 * LEARNING_RATE, rel=0.01) and plain_moved == pytest.approx(moved, rel=0.01)
+        assert norm == pytest.approx(plain_norm, rel=0.01) and norm > 0.05
+    assert trained[0]["clip"] == trained[1]["clip"]
+
+
+@pytest.mark.multiprocess
+def test_a_checkpoint_knows_nothing_of_the_hook(trained):
+    for weights, loaded, steps in (rank["saved"] for rank in trained):
+        assert torch.equal(weights, loaded) and steps == 1
+        assert not torch.equal(weights, initial_weights())
 
 
 @pytest.mark.multiprocess
