@@ -7,7 +7,7 @@
 
 The placement comes from the planner (within `--gpu-gib`), from a file (`--plan`), or from counts:
 `--resident-units N` puts weights and states of the first N units on the GPU (their update runs there, so the worker
-gets ahead), `--keep-units N` keeps the activations of the last N (they live the shortest).
+gets ahead), `--keep-units N` keeps the activations of the last N (they live the shortest); see hand_plan.py for more.
 
 What is timed: steps in a row without any synchronisation of ours, by CUDA events on the compute stream; `s_per_step`
 is the median after warm-up, `s_per_step_sustained` is wall time from the first timed step until the last update is
@@ -26,6 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import hand_plan
 import psutil
 import torch
 
@@ -53,40 +54,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cpu-gib", type=float, help="host budget of the planner")
     parser.add_argument("--gpu-cap-gib", type=float, help="allocations above this fail, once the model is placed")
     parser.add_argument("--plan", type=Path, help="follow this plan file")
-    parser.add_argument("--resident-units", type=int, help="plan by hand: units with weights and states on the GPU")
-    parser.add_argument("--keep-units", type=int, help="plan by hand: units that keep their activations")
-    parser.add_argument(
-        "--streamed-update-units",
-        type=int,
-        help="plan by hand: units off the GPU that the GPU updates, their states passing through it, spread evenly",
-    )
-    parser.add_argument(
-        "--activations",
-        choices=("attention", "matmuls", "keep"),
-        default="keep",
-        help="plan by hand: what --keep-units units save",
-    )
-    parser.add_argument("--activations-cpu", type=int, help="plan by hand: of them, units that save in host memory")
-    parser.add_argument(
-        "--saved-bits", type=int, choices=(4, 5, 6, 8, 16), default=16, help="plan by hand: bits of what they save"
-    )
-    parser.add_argument(
-        "--boundary-bits",
-        type=int,
-        choices=(4, 5, 6, 8, 16),
-        help="plan by hand: bits of the inputs of units that save matmuls or keep; default: --saved-bits",
-    )
-    parser.add_argument("--boundary", choices=("gpu", "cpu"), default="gpu", help="plan by hand: where inputs rest")
-    parser.add_argument("--weight-slots", type=int, default=3, help="plan by hand: staging buffers for weights")
-    parser.add_argument("--gradient-slots", type=int, default=2, help="plan by hand: staging buffers for gradients")
-    parser.add_argument("--state-slots", type=int, default=2, help="plan by hand: staging buffers for states")
-    parser.add_argument("--activation-slots", type=int, default=2, help="plan by hand: staging buffers for activations")
-    parser.add_argument(
-        "--stem-states",
-        choices=("cpu", "gpu", "streamed"),
-        default="cpu",
-        help="plan by hand: where they rest; streamed: in host memory, updated by the GPU",
-    )
+    parser.add_argument("--nvme", nargs="+", type=Path, help="folders on NVMe disks, one per disk")
+    hand_plan.add_arguments(parser)
     parser.add_argument("--trace", type=Path, help="measure the first timed steps operation by operation; written here")
     parser.add_argument("--save-plan", type=Path, help="write the plan that was followed here")
     parser.add_argument("--threads", type=int, help="CPU threads of the update")
@@ -138,15 +107,15 @@ def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict
         "cpu_memory_gib": arguments.cpu_gib,
         "optimizer": {"state_bits": arguments.state_bits, "threads": arguments.threads},
     }
+    if arguments.nvme:
+        block["nvme_path"] = [str(path) for path in arguments.nvme]
     if arguments.trace is not None:
         block["trace"] = {"path": str(arguments.trace), "first_step": arguments.warmup, "num_steps": 2}
     if arguments.plan is not None:
         block["plan"] = {"path": str(arguments.plan)}
-    elif arguments.gradient_bits < 16 or any(
-        n is not None for n in (arguments.resident_units, arguments.keep_units, arguments.streamed_update_units)
-    ):
+    elif hand_plan.is_asked_for(arguments):
         block["plan"] = {"path": str(folder / "plan.json")}
-        plan_by_hand(arguments, model).save(folder / "plan.json")
+        hand_plan.make(arguments, model).save(folder / "plan.json")
     config = {
         "train_micro_batch_size_per_gpu": arguments.bs,
         "gradient_accumulation_steps": arguments.accumulation,
@@ -160,67 +129,6 @@ def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict
         adamw = {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
         config["optimizer"] = {"type": "AdamW", "params": adamw}
     return config
-
-
-def plan_by_hand(arguments: argparse.Namespace, model):
-    from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
-    from lazytrain_plugin.runtime.discovery import discover
-    from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
-
-    found = discover(model)
-    num_units = len(found.units)
-    resident, keep = arguments.resident_units or 0, arguments.keep_units or 0
-    off_gpu = range(resident, num_units)
-    streamed = min(arguments.streamed_update_units or 0, len(off_gpu))
-    # In every prefix of them the share is the same: worker and link get ahead together.
-    streams = {p for i, p in enumerate(off_gpu) if (i + 1) * streamed // len(off_gpu) > i * streamed // len(off_gpu)}
-    kinds = {
-        "cpu": (Tier.CPU, Updater.CPU),
-        "gpu": (Tier.GPU, Updater.GPU),
-        "streamed": (Tier.CPU, Updater.GPU),
-    }
-
-    def unit(name, weights: Tier, kind: str, activations=Activations.RECOMPUTE, saved=Tier.GPU) -> UnitPlan:
-        states, updater = kinds[kind]
-        saves = activations != Activations.RECOMPUTE
-        boundary_bits = arguments.saved_bits if arguments.boundary_bits is None else arguments.boundary_bits
-        return UnitPlan(
-            name=name,
-            weights=weights,
-            states=states,
-            updater=updater,
-            state_bits=arguments.state_bits,
-            gradient_bits=arguments.gradient_bits,
-            activations=activations,
-            boundary=Tier(arguments.boundary),
-            saved=saved,
-            saved_bits=arguments.saved_bits if saves else 16,
-            boundary_bits=boundary_bits if activations in (Activations.MATMULS, Activations.KEEP) else 16,
-            reason="by hand",
-        )
-
-    lossless = min(arguments.saved_bits, arguments.boundary_bits or 16, arguments.gradient_bits) == 16
-    units = []
-    for position, layer in enumerate(found.units):
-        on_gpu = position < resident
-        kind = "gpu" if on_gpu else "streamed" if position in streams else "cpu"
-        first_kept = num_units - keep
-        activations = Activations(arguments.activations) if position >= first_kept else Activations.RECOMPUTE
-        # The first ones wait the longest for their backward.
-        leaves = first_kept <= position < first_kept + (arguments.activations_cpu or 0)
-        weights = Tier.GPU if on_gpu else Tier.CPU
-        units.append(unit(layer.name, weights, kind, activations, Tier.CPU if leaves else Tier.GPU))
-    is_cuda = arguments.device == "cuda"
-    stem_kind = arguments.stem_states if is_cuda or arguments.stem_states == "streamed" else "cpu"
-    return PlacementPlan(
-        units=tuple(units),
-        stem=tuple(unit(part.name, Tier.GPU if is_cuda else Tier.CPU, stem_kind) for part in found.stem),
-        weight_slots=arguments.weight_slots,
-        gradient_slots=arguments.gradient_slots,
-        state_slots=arguments.state_slots,
-        activation_slots=arguments.activation_slots,
-        fidelity=Fidelity.EXACT if lossless else Fidelity.COMPACT,
-    )
 
 
 class Clock:
@@ -399,6 +307,10 @@ def report(arguments: argparse.Namespace, engine, clock: Clock, losses: list[flo
         "saving_units_cpu": sum(unit.saved != Tier.GPU for unit in plan.units),
         "streamed_update_units": sum(unit.streams_states for unit in plan.units),
         "streamed_update_stem": sum(unit.streams_states for unit in plan.stem),
+        "nvme_units": {
+            what: sum(getattr(unit, what) == Tier.NVME for unit in plan.units)
+            for what in ("weights", "states", "gradients", "boundary", "saved")
+        },
         "units": len(plan.units),
         "slots": [plan.weight_slots, plan.gradient_slots, plan.state_slots, plan.activation_slots],
         "s_per_step": round(s_per_step, 4),
