@@ -61,7 +61,8 @@ def aio_handle(block_bytes: int, queue_depth: int, threads: int):
 
         module = AsyncIOBuilder().load(verbose=False)
     except Exception as error:  # a compiler's, a linker's, DeepSpeed's own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = next((line for line in lines if " error: " in line), lines[-1])  # a compiler's first one
         raise RuntimeError(f"DeepSpeed's async_io can't be made here: {reason[:300]}") from error
     handle = module.aio_handle(
         block_size=block_bytes,

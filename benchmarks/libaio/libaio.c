@@ -22,3 +22,12 @@ int io_submit(io_context_t context, long count, struct iocb** requests) {
 int io_getevents(io_context_t context, long at_least, long at_most, struct io_event* events, struct timespec* timeout) {
     return result(syscall(SYS_io_getevents, context, at_least, at_most, events, timeout));
 }
+
+int io_pgetevents(io_context_t context, long at_least, long at_most, struct io_event* events, struct timespec* timeout,
+                  sigset_t* blocked) {
+    struct {
+        const sigset_t* set;
+        size_t nbytes;
+    } mask = {blocked, 8};
+    return result(syscall(SYS_io_pgetevents, context, at_least, at_most, events, timeout, blocked ? &mask : 0));
+}

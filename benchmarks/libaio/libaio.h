@@ -2,6 +2,7 @@
 // library's headers are not installed. Structures are laid out as <linux/aio_abi.h> has them.
 #pragma once
 
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/types.h>
@@ -46,6 +47,8 @@ int io_queue_init(int max_events, io_context_t* context);
 int io_queue_release(io_context_t context);
 int io_submit(io_context_t context, long count, struct iocb** requests);
 int io_getevents(io_context_t context, long at_least, long at_most, struct io_event* events, struct timespec* timeout);
+int io_pgetevents(io_context_t context, long at_least, long at_most, struct io_event* events, struct timespec* timeout,
+                  sigset_t* blocked);
 
 static inline void io_prep(struct iocb* request, int opcode, int fd, void* memory, size_t nbytes, long long offset) {
     memset(request, 0, sizeof(*request));

@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,7 +25,6 @@ from lazytrain_plugin.units import GIB, format_bytes
 DISTRIBUTION = "lazytrain-plugin"
 ENTRY_POINT_GROUP = "torch.backends"
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-MIN_SHM_BYTES = GIB
 
 
 class Status(StrEnum):
@@ -157,7 +155,7 @@ def check_cpu_kernels() -> Iterator[Finding]:
 
 def check_host() -> Iterator[Finding]:
     """Host memory under the cgroup limit, the page-lock limit and shared memory for DataLoader workers."""
-    from lazytrain_plugin.profile.capacity import host_capacity
+    from lazytrain_plugin.profile.capacity import SHM_REMEDY, host_capacity, small_shared_memory
 
     capacity = host_capacity()
     yield Finding(
@@ -175,17 +173,12 @@ def check_host() -> Iterator[Finding]:
             f"page-lock limit {format_bytes(capacity.pin_limit_bytes)}",
             "" if enough else "ulimit -l unlimited (docker: --ulimit memlock=-1); unpinned copies are slower",
         )
-    try:
-        shm_bytes = shutil.disk_usage("/dev/shm").total
-    except OSError:
-        yield Finding("/dev/shm", Status.WARNING, "missing", "mount it, or use dataloader_num_workers=0")
-        return
-    small = shm_bytes < MIN_SHM_BYTES
+    small = small_shared_memory()
     yield Finding(
         "/dev/shm",
         Status.WARNING if small else Status.OK,
-        format_bytes(shm_bytes),
-        "DataLoader workers may die with a bus error: docker --shm-size=8g" if small else "",
+        small or "1 GiB or more",
+        SHM_REMEDY if small else "",
     )
 
 

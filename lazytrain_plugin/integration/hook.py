@@ -31,6 +31,7 @@ from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.integration import hf_loading, tensor_access
 from lazytrain_plugin.integration.logs import setup_logging
 from lazytrain_plugin.integration.single_process import provide_rendezvous
+from lazytrain_plugin.profile.capacity import SHM_REMEDY, small_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ def _patch_initialize(deepspeed: ModuleType) -> None:
             config.optimizer.implementation,
             config.plan.path or "from the first batch",
         )
+        if small := small_shared_memory():
+            logger.warning("/dev/shm is %s: %s", small, SHM_REMEDY)
         if config.gradient_comm != GradientCommConfig():
             logger.info("gradient_comm: one rank has nobody to exchange gradients with, so it changes nothing here")
         return engine_and_rest

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from lazytrain_plugin.units import GIB, format_bytes
+
 _UNLIMITED = 1 << 60
 """cgroup v1 writes a huge number for "no limit"."""
+
+
+_SMALL_SHM_BYTES = GIB
+SHM_REMEDY = "DataLoader workers may die with a bus error: docker --shm-size=8g, or dataloader_num_workers=0"
+
+
+def small_shared_memory() -> str | None:
+    """What /dev/shm has, where that is too little for DataLoader workers and several ranks; None: enough.
+
+    Whoever runs out of it there dies with a bus error and no word (exit status -7).
+    """
+    try:
+        shm_bytes = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return "missing"
+    return format_bytes(shm_bytes) if shm_bytes < _SMALL_SHM_BYTES else None
 
 
 @dataclass(frozen=True, slots=True)

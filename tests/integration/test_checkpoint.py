@@ -26,7 +26,9 @@ from lazytrain_plugin.integration.checkpoint import (
 from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
 from lazytrain_plugin.runtime.streamed_file import StreamedSave
 from tests.integration.checkpoint_fakes import DictState, Toy, decode, encode
+from tests.runtime.nvme import conftest as disks
 
+mount = disks.mount  # a fixture
 COUNTS = {"global_steps": 7, "global_samples": 56, "skipped_steps": 1}
 
 
@@ -378,6 +380,30 @@ def test_disk_that_runs_full_is_reported_and_undone(tmp_path, monkeypatch):
     monkeypatch.undo()
     _assert_loads(tmp_path, masters)
     assert not list(tmp_path.glob(".*partial"))
+
+
+@pytest.mark.parametrize("kind", ["too small", "smaller than it says"])
+def test_mount_that_is_full_at_save(mount, kind):
+    """S-14 on a real disk: the save is refused or undone with path, need and free; the one before loads."""
+    folder = mount(200, backed_mib=60) if kind == "smaller than it says" else mount(64)
+    state = DictState(Toy(width=40_000)).train()  # 20 MiB to save
+    _save(state, folder, "one", counters={**COUNTS, "global_steps": 1})
+    masters = {name: master.clone() for name, master in state.masters.items()}
+    state.train()
+    if kind == "too small":
+        (folder / "other").write_bytes(bytes(36 << 20))
+        says = rf"{folder}.*two not started: it needs .* MiB and the disk has .* MiB free"
+    else:
+        with (folder / "other").open("wb") as file:
+            file.write(os.urandom(32 << 20))
+            os.fsync(file.fileno())
+        says = rf"{folder}.*two undone"
+    with pytest.raises(CheckpointError, match=says):
+        _save(state, folder, "two")
+    assert (folder / "latest").read_text() == "one" and not list(folder.glob(".*partial"))
+    fresh = DictState(Toy(width=40_000))
+    assert _load(fresh, folder).counters["global_steps"] == 1
+    assert all(torch.equal(fresh.masters[name], master) for name, master in masters.items())
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove optim", "remove model", "garbage"])

@@ -115,9 +115,23 @@ class TestMachine:
         assert "8.0 MiB" in found["pinned memory"].detail
         assert found["host memory"].detail.startswith("32.0 GiB usable of 64.0 GiB")
 
-    def test_small_shared_memory(self, monkeypatch):
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 * 2**20))
-        assert statuses(doctor.check_host())["/dev/shm"] == Status.WARNING
+    @pytest.mark.parametrize(("mib", "says"), [(64, "64.0 MiB"), (None, "missing"), (8192, None)])
+    def test_small_shared_memory(self, monkeypatch, mib, says):
+        """S-43: loader workers and ranks die there with a bus error and no word."""
+
+        def disk_usage(path):
+            assert path == "/dev/shm"
+            if mib is None:
+                raise FileNotFoundError(path)
+            return SimpleNamespace(total=mib * 2**20)
+
+        monkeypatch.setattr(capacity.shutil, "disk_usage", disk_usage)
+        found = {finding.check: finding for finding in doctor.check_host()}["/dev/shm"]
+        if says is None:
+            assert found.status == Status.OK
+        else:
+            assert (found.status, found.detail) == (Status.WARNING, says)
+            assert "--shm-size" in found.remedy and "dataloader_num_workers=0" in found.remedy
 
 
 class TestConfig:

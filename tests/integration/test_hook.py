@@ -151,6 +151,16 @@ def test_activation_is_logged_once(deepspeed, monkeypatch):
     assert lines == ["active: fidelity balanced, 8-bit optimizer states, native update, plan from the first batch"]
 
 
+def test_small_shared_memory_is_said_at_the_start(deepspeed, monkeypatch):
+    """S-43: before a loader worker dies with a bus error."""
+    lines = []
+    monkeypatch.setattr(hook.logger, "warning", lambda message, *args: lines.append(message % args))
+    for small in ("64.0 MiB", None):
+        monkeypatch.setattr(hook, "small_shared_memory", lambda small=small: small)
+        deepspeed.initialize(config=config())
+        assert len(lines) == 1 and "64.0 MiB" in lines[0] and "--shm-size" in lines[0]
+
+
 def test_load_config_refuses_a_config_without_an_enabled_block():
     with pytest.raises(ConfigError, match="no enabled"):
         hook.load_config({"zero_optimization": {"stage": 3}})
