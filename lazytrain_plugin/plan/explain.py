@@ -80,12 +80,14 @@ def _decisions(unit: UnitPlan) -> list[tuple[str, str]]:
     saves = unit.activations.value
     if unit.activations != Activations.RECOMPUTE and unit.saved != Tier.GPU:
         saves += f" ({TIER_NAMES[unit.saved]})"
+    saves += f", {unit.saved_bits} bit" if unit.saved_bits < 16 else ""
+    waits = TIER_NAMES[unit.boundary] + (f", {unit.boundary_bits} bit" if unit.boundary_bits < 16 else "")
     return [
         ("weights", TIER_NAMES[unit.weights]),
         ("states", f"{TIER_NAMES[unit.states]}, {unit.state_bits} bit"),
         ("updated by", TIER_NAMES[unit.updater] + (", streamed" if unit.streams_states else "")),
         ("activations", saves),
-        ("input", TIER_NAMES[unit.boundary]),
+        ("input", waits),
     ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lazytrain_plugin.plan.result import ACTIVATION_BITS, PlacementPlan
+from lazytrain_plugin.plan.result import ACTIVATION_BITS, PlacementPlan, UnitPlan
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier
 
 if TYPE_CHECKING:
@@ -81,8 +81,14 @@ def spend_slack(
 
 def _raised(plan: PlacementPlan, waiting: list[int], count: int, bits: int) -> PlacementPlan:
     chosen = frozenset(waiting[len(waiting) - count :])
-    units = (replace(unit, saved_bits=bits) if index in chosen else unit for index, unit in enumerate(plan.units))
+    units = (_in_bits(unit, bits) if index in chosen else unit for index, unit in enumerate(plan.units))
     return replace(plan, units=tuple(units))
+
+
+def _in_bits(unit: UnitPlan, bits: int) -> UnitPlan:
+    """What it saves, and its input if that waits in codes on the GPU."""
+    coded_here = unit.boundary_bits < 16 and unit.boundary == Tier.GPU
+    return replace(unit, saved_bits=bits, boundary_bits=bits if coded_here else unit.boundary_bits)
 
 
 def stage_bits(num_stages: int, *, least: int = 4) -> tuple[int, ...]:

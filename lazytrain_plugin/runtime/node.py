@@ -31,8 +31,10 @@ from lazytrain_plugin.runtime.quantized_saves import (
     Deferred,
     Encoder,
     KeptSaves,
+    is_compiled,
     largest_numel,
     log_once,
+    say_compiled,
 )
 from lazytrain_plugin.runtime.selective import Recorder, Recording, Replay
 from lazytrain_plugin.runtime.tree import flatten_tensors
@@ -57,6 +59,10 @@ class UnitCall:
         self.offloads_saved = plan.saved != Tier.GPU and plan.activations != Activations.RECOMPUTE
         self.saved_bits, self.boundary_bits = plan.saved_bits, plan.boundary_bits
         self.is_coded = min(self.saved_bits, self.boundary_bits) < 16
+        if self.is_coded and is_compiled(unit.module):
+            # What runs inside is hidden, attention included: see runtime/quantized_saves.py.
+            say_compiled(unit.name, executor.activations.said)
+            self.saved_bits, self.boundary_bits, self.is_coded = 16, 16, False
         self.parcel: Parcel | None = None
         self.encoder: Encoder | None = None
         self.recording: Recording | None = None

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from lazytrain_plugin.kernels import blockwise
 from lazytrain_plugin.profile.attention_core import AttentionCore
@@ -204,6 +205,25 @@ def largest_numel(tensors: Sequence[torch.Tensor]) -> int:
     """Elements of the largest floating-point tensor that needs a gradient, else of the largest; 0 without any."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     return max((t.numel() for t in [t for t in floating if t.requires_grad] or floating), default=0)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile hides operators of a unit: which of them are attention can't be seen then."""
+    # The class's module takes a second to import, and is there if there is an instance.
+    return any(
+        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in module.modules()
+    )
+
+
+def say_compiled(unit_name: str, said: set) -> None:
+    """Warns once that compiled units save in 16 bits."""
+    if is_compiled not in said:
+        said.add(is_compiled)
+        logger.warning(
+            "%s is compiled, which hides its attention: activations stay in 16 bits though the plan has fewer, so more "
+            "memory is needed than planned; train without torch.compile on the layers, or plan with fidelity exact",
+            unit_name,
+        )
 
 
 def _span(tensor: torch.Tensor) -> int:

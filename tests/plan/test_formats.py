@@ -29,6 +29,8 @@ SAVING = (
         attention_bytes_per_token=4 * 512,
     ),
 )
+WORK = {"strategies": SAVING, "flop_per_token": 2.0 * 64 * 512**2}
+"""As much work per byte as real layers have."""
 CAPABILITIES = Capabilities(strategies=frozenset({Activations.RECOMPUTE, Activations.MATMULS}))
 
 
@@ -47,13 +49,13 @@ def test_bytes_are_those_of_the_codes():
 
 
 def test_the_planner_counts_codes_and_leaves_attention_exact():
-    problem = build_problem(model(strategies=SAVING), hardware(), request(Fidelity.COMPACT))
+    problem = build_problem(model(**WORK), hardware(), request(Fidelity.COMPACT))
     cost = problem.units[0]
     attention, rest = 4 * 512 * TOKENS, 12 * 512 * TOKENS
     assert cost.planned_bits(Activations.MATMULS) == 4
     assert cost.saved_bytes(Activations.MATMULS) == attention + rest * 4.125 / 16
     assert cost.saved_bytes(Activations.MATMULS, 16) == attention + rest
-    exact = build_problem(model(strategies=SAVING), hardware(), request(Fidelity.EXACT)).units[0]
+    exact = build_problem(model(**WORK), hardware(), request(Fidelity.EXACT)).units[0]
     assert exact.saved_bytes(Activations.MATMULS) == attention + rest
     # Coding takes time: reading and writing 2 x (exact + coded) bytes.
     assert cost.recompute_s(Activations.MATMULS) > exact.recompute_s(Activations.MATMULS)
@@ -64,11 +66,11 @@ def test_memory_left_over_buys_bits_back(fidelity):
     """With plenty of room all is exact; with less, bits fall; never below what the fidelity allows."""
     least = {}
     for gpu_gib in (8, 1.6, 1.5, 1.4, 1.35, 1.3, 1.25):
-        plan = greedy_plan(model(8, strategies=SAVING), hardware(), request(fidelity, gpu_gib))
+        plan = greedy_plan(model(8, **WORK), hardware(), request(fidelity, gpu_gib))
         bits = [unit.saved_bits for unit in plan.units if unit.activations == Activations.MATMULS]
         least[gpu_gib] = min(bits, default=16)
         assert min(bits, default=16) >= formats.LEAST_BITS[fidelity]
-        check_plan(plan, model(8, strategies=SAVING), hardware(), request(fidelity, gpu_gib))
+        check_plan(plan, model(8, **WORK), hardware(), request(fidelity, gpu_gib))
         # No unit is two formats ahead of another.
         ladder = sorted({*bits})
         assert len(ladder) <= 2
@@ -78,8 +80,8 @@ def test_memory_left_over_buys_bits_back(fidelity):
 
 
 def test_slack_is_spent_to_the_last_unit_that_fits():
-    problem = build_problem(model(8, strategies=SAVING), hardware(), request(Fidelity.COMPACT))
-    units = greedy_plan(model(8, strategies=SAVING), hardware(), request(Fidelity.COMPACT)).with_units(saved_bits=4)
+    problem = build_problem(model(8, **WORK), hardware(), request(Fidelity.COMPACT))
+    units = greedy_plan(model(8, **WORK), hardware(), request(Fidelity.COMPACT)).with_units(saved_bits=4)
     room = account(problem, units).total_bytes()["gpu"]
     step = problem.units[0].saved_bytes(Activations.MATMULS, 5) - problem.units[0].saved_bytes(Activations.MATMULS, 4)
     tight = replace(problem, gpu_budget_bytes=room + int(3.3 * step * 1.19), evaluation_bytes=0)
@@ -95,8 +97,23 @@ def test_slack_is_spent_to_the_last_unit_that_fits():
     assert formats.spend_slack(problem, away, fits) == away
 
 
+def test_inputs_in_codes_make_room_for_more_units_that_save():
+    """A budget that is tight for codes of saved tensors alone: the plan codes inputs too, and is faster for it."""
+    found = 0
+    for gpu_gib in (1.75, 1.8, 1.9, 2.0):
+        wanted = request(Fidelity.COMPACT, gpu_gib)
+        profile = model(12, **WORK, boundary_bytes_per_token=8 * 512)
+        plan = greedy_plan(profile, hardware(), wanted)
+        check_plan(plan, profile, hardware(), wanted)
+        coded = [unit for unit in plan.units if unit.boundary_bits < 16]
+        found += bool(coded)
+        for unit in coded:
+            assert unit.activations == Activations.MATMULS and unit.boundary_bits == unit.saved_bits
+    assert found
+
+
 def test_exact_plans_with_codes_are_refused():
-    plan = greedy_plan(model(strategies=SAVING), hardware(), request(Fidelity.COMPACT, 1.3))
+    plan = greedy_plan(model(**WORK), hardware(), request(Fidelity.COMPACT, 1.3))
     with pytest.raises(PlanMismatchError, match="fidelity"):
         replace(plan.with_units(saved_bits=8), fidelity=Fidelity.EXACT)
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.kernels import blockwise
 from lazytrain_plugin.plan.result import PlacementPlan
-from lazytrain_plugin.runtime import activation_store, quantized_saves
+from lazytrain_plugin.runtime import activation_store, node, quantized_saves
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier
 from tests.runtime.rig import DEVICES, HIDDEN, Model, assert_same_weights, batches, make_executor, plan_for, train
 from tests.runtime.test_saving import HEAD_DIM, Layer, layered
@@ -388,6 +388,58 @@ def test_what_stayed_exact_is_said_once(caplog):
     lines = [record.getMessage() for record in caplog.records if "activations in 4 bits" in record.getMessage()]
     assert len(lines) == 1
     assert "of attention (never below 16 bits)" in lines[0]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_bytes_of_a_layer_in_units_of_its_input(kv_heads, monkeypatch):
+    """Beside the paper's 7.75 U for 8 heads: a bf16 decoder layer with a gated MLP of 4 x hidden holds 6.6 U."""
+    hidden, heads = 256, 8
+    reports = []
+    monkeypatch.setattr(node, "log_once", lambda name, bits, report, said: reports.append(report))
+
+    class Grouped(Layer):
+        def __init__(self):
+            super().__init__(hidden)
+            self.k, self.v = (nn.Linear(hidden, hidden * kv_heads // heads) for _ in range(2))
+            self.gate, self.up = (nn.Linear(hidden, 4 * hidden, bias=False) for _ in range(2))
+            self.down = nn.Linear(4 * hidden, hidden, bias=False)
+
+        def attend(self, x):
+            q, k, v = (f(x).unflatten(-1, (-1, hidden // heads)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv_heads < heads)
+            return self.o(y.transpose(1, 2).flatten(2))
+
+    class Wide(Model):
+        def __init__(self):
+            super().__init__([Grouped() for _ in range(2)])
+            self.embedding, self.head = nn.Embedding(50, hidden), nn.Linear(hidden, 50)
+
+    model = Wide().bfloat16()
+    (ids,) = batches(1, "cpu")
+    gradients(model, "cpu", plan_coded(model, "cpu", Activations.MATMULS, 4, 4), ids)
+    unit_bytes = ids.numel() * hidden * 2
+    coded = 4.125 / 16
+    expected = coded * (1 + 1 + 8) + 2 + 2 * kv_heads / heads  # input, o, gate and up; q, k, v and attention's output
+    for report in reports:
+        held = (report.coded_bytes + sum(report.left.values())) / unit_bytes
+        statistics = 4 * heads / (2 * hidden)  # the logsumexp
+        assert held == pytest.approx(expected + statistics, rel=0.01)
+
+
+def test_compiled_layers_stay_exact(caplog, monkeypatch):
+    """Operators inside are hidden, and attention with them; said once."""
+    model, reference = layered(2), layered(2)
+    (ids,) = batches(1, "cpu")
+    _, exact = gradients(reference, "cpu", None, ids)
+    compiled = nn.Linear(1, 1)
+    compiled._compiled_call_impl = compiled.forward  # what `compiled.compile()` leaves, without seconds of imports
+    assert quantized_saves.is_compiled(nn.Sequential(compiled))
+    assert not quantized_saves.is_compiled(model)
+    monkeypatch.setattr(node, "is_compiled", lambda module: True)
+    with caplog.at_level(logging.WARNING, logger=quantized_saves.__name__):
+        _, found = gradients(model, "cpu", plan_coded(model, "cpu", Activations.KEEP, 4, 4), ids)
+    assert all(torch.equal(gradient, exact[name]) for name, gradient in found.items())
+    assert len([r for r in caplog.records if "is compiled" in r.getMessage()]) == 1
 
 
 def test_the_plan_says_it_and_exact_refuses_it():
