@@ -17,7 +17,7 @@ from lazytrain_plugin.runtime.nvme.staging import Staging
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.size_pool import SizePool
 from lazytrain_plugin.units import MIB
-from lazytrain_plugin.vocab import Activations, Tier
+from lazytrain_plugin.vocab import Activations, Fidelity, Tier
 from tests.runtime.rig import DEVICES, Block, Model, assert_same_weights, batches, make_executor, plan_for, train
 from tests.runtime.test_saving import Layer
 
@@ -36,7 +36,8 @@ def plan_of(model, device="cpu", *, nvme_slots=1, slots=1, every=1, home="cpu", 
     plan = plan_for(model, device=device, home=home)
     others = {key: Tier.CPU if value == Tier.NVME else value for key, value in fields.items()}
     units = tuple(replace(unit, **(others if i % every else fields)) for i, unit in enumerate(plan.units))
-    return replace(plan, units=units, activation_slots=slots, nvme_slots=nvme_slots)
+    fidelity = Fidelity.COMPACT if "saved_bits" in fields else Fidelity.EXACT
+    return replace(plan, units=units, activation_slots=slots, nvme_slots=nvme_slots, fidelity=fidelity)
 
 
 def trained(plan_fields, disk, device, steps, *, delay_s=0.0) -> tuple[Model, list[float]]:
@@ -66,6 +67,7 @@ def trained(plan_fields, disk, device, steps, *, delay_s=0.0) -> tuple[Model, li
         {"saved": Tier.NVME, "activations": Activations.ATTENTION, "boundary": Tier.CPU, "slots": 2},
         {"saved": Tier.NVME, "activations": Activations.MATMULS, "boundary": Tier.NVME, "nvme_slots": 3},
         {"saved": Tier.NVME, "activations": Activations.KEEP, "boundary": Tier.NVME, "every": 2, "home": "gpu"},
+        {"saved": Tier.NVME, "activations": Activations.KEEP, "saved_bits": 4, "boundary_bits": 8, "nvme_slots": 2},
     ],
     ids=lambda fields: " ".join(f"{key}={value}" for key, value in fields.items()),
 )
