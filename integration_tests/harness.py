@@ -22,7 +22,7 @@ from integration_tests.models import build_model, make_samples
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.runtime import activation_store
 from lazytrain_plugin.runtime.discovery import discover
-from lazytrain_plugin.vocab import Activations, Tier, Updater
+from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
 STEPS = 5
 MICRO_BATCH = 2
@@ -193,6 +193,7 @@ def run_lazytrain(
     *,
     block: dict[str, Any] | None = None,
     state_bits: int = 32,
+    gradient_bits: int = 16,
     resume: str | None = None,
     trainer_class: type[transformers.Trainer] = InOrderTrainer,
     **options: Any,
@@ -201,7 +202,7 @@ def run_lazytrain(
     model = build_model(work.model, work.trained)
     folder.mkdir(parents=True, exist_ok=True)
     plan_path = folder / "plan.json"
-    make_plan(model, placement, state_bits).save(plan_path)
+    make_plan(model, placement, state_bits, gradient_bits).save(plan_path)
     ds_config = deepspeed_config(
         {
             "plan": {"path": str(plan_path)},
@@ -236,7 +237,7 @@ def deepspeed_config(block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32) -> PlacementPlan:
+def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32, gradient_bits: int = 16) -> PlacementPlan:
     """A plan by hand. Homes: "cpu" streams everything, "gpu" nothing, "mixed" has units of each kind; with "streamed
     states" the GPU updates units whose states rest in host memory, two of three, and the stem."""
     kinds = {
@@ -259,6 +260,7 @@ def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32) -> P
             states=states,
             updater=Updater.GPU if kind.startswith("streamed") else Updater(states.value),
             state_bits=state_bits,
+            gradient_bits=gradient_bits,
             activations=Activations(placement.activations),
             boundary=Tier(placement.resting),
             saved=Tier(placement.resting),
@@ -268,6 +270,7 @@ def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32) -> P
         units=tuple(unit(part.name, cycle[i % len(cycle)]) for i, part in enumerate(found.units)),
         stem=tuple(unit(part.name, stem) for part in found.stem),
         weight_slots=2,
+        fidelity=Fidelity.EXACT if gradient_bits == 16 else Fidelity.COMPACT,
     )
 
 

@@ -79,6 +79,7 @@ def initialize(
     implementation: str = "torch",
     micro_batch: int = 2,
     state_bits: int = 32,
+    gradient_bits: int = 16,
     **ds_config: Any,
 ) -> Any:
     """An engine of `deepspeed.initialize` under our block; `placement` None: planned at the first batch.
@@ -90,7 +91,7 @@ def initialize(
     block: dict[str, Any] = {"optimizer": {"implementation": implementation}}
     if placement is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        make_plan(model, placement, state_bits).save(folder / "plan.json")
+        make_plan(model, placement, state_bits, gradient_bits).save(folder / "plan.json")
         block["plan"] = {"path": str(folder / "plan.json")}
         block["optimizer"]["state_bits"] = state_bits
     config = {

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from integration_tests import harness, models
+from integration_tests import cases, harness, models
 from integration_tests.harness import assert_bit_equal, assert_close_on_gpu, fresh_accelerate_state
 from integration_tests.loops import (
     MIXED,
@@ -466,14 +466,16 @@ def test_scheduler_section_of_the_json(tmp_path):
 # S-42: 8-bit states.
 
 
-def test_8bit_states_stay_in_the_band_of_fp32_states(tmp_path):
-    """200 steps over the same tokens: tensors smaller than a block, embedding and head included."""
+def test_8bit_states_and_gradients_stay_in_the_band_of_exact_ones(tmp_path):
+    """200 steps over the same tokens: tensors smaller than a block, embedding and head included. S-26: so do gradients
+    in codes, which this model's weights get in fp32."""
     steps = [[batch] for batch in random_batches(4, rows=2)] * 50
 
-    def loss_after(state_bits: int) -> float:
+    def loss_after(state_bits: int, gradient_bits: int = 16) -> float:
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        engine = initialize(model, optimizer, tmp_path, placement=MIXED, implementation="native", state_bits=state_bits)
+        bits = {"state_bits": state_bits, "gradient_bits": gradient_bits}
+        engine = initialize(model, optimizer, tmp_path, placement=MIXED, implementation="native", **bits)
         run_engine(engine, steps)
         with torch.no_grad():
             losses = [engine(**step[0])["loss"].item() for step in steps[:4]]
@@ -483,6 +485,23 @@ def test_8bit_states_stay_in_the_band_of_fp32_states(tmp_path):
     start, full, small = math.log(models.VOCAB), loss_after(32), loss_after(8)
     assert full < 0.2 * start, "the run must learn something, or the band means nothing"
     assert small < full + 0.05 * start
+    assert loss_after(32, 8) < full + 0.05 * start
+    assert loss_after(8, 8) < full + 0.05 * start
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_8bit_gradients_keep_dtypes_and_the_norm(dtype, device, tmp_path):
+    """S-26: what is trained stays in its dtype, clipping sees the exact norm, and the curve stays in a band."""
+    work = cases.Work(model="llama", dtype=dtype, implementation="native", max_norm=0.05)
+    mixed = cases.Placement(homes="mixed", activations="keep")
+    runs = [harness.run_lazytrain(work, mixed, tmp_path / str(bits), device, gradient_bits=bits) for bits in (16, 8)]
+    for run in runs:
+        harness.close(run)
+    exact, coded = runs
+    assert coded.grad_norms[0] == exact.grad_norms[0]
+    assert coded.losses == pytest.approx(exact.losses, rel=5e-3)
+    for name, weight in coded.weights.items():
+        assert weight.dtype == exact.weights[name].dtype, name
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW"])

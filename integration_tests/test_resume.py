@@ -57,6 +57,16 @@ def test_resume_under_another_plan_is_bit_equal(work, placement, state_bits, dev
     assert_bit_equal(resumed.weights, straight.weights)
 
 
+@pytest.mark.parametrize("placement", [RESIDENT, STREAMED_STATES], ids=["to gpu", "to streamed states"])
+def test_resume_with_8bit_gradients_is_bit_equal(placement, device, tmp_path):
+    """S-42: a checkpoint holds no gradients, so their bits leave no trace in it."""
+    work = Work(model="llama", dtype="bf16", implementation="native", accumulation=2, max_norm=0.05)
+    straight = _straight(work, tmp_path, device, state_bits=8, gradient_bits=8)
+    resumed = _resumed(work, tmp_path, device, placement, state_bits=8, gradient_bits=8)
+    assert resumed.losses == straight.losses
+    assert_bit_equal(resumed.weights, straight.weights)
+
+
 @pytest.mark.parametrize(("before", "after"), [(32, 8), (8, 32)])
 def test_resume_with_states_of_another_width_stays_close(before, after, device, tmp_path):
     work = Work(model="llama", implementation="native")

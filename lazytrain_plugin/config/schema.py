@@ -164,7 +164,7 @@ class OptimizerConfig:
     PATH: ClassVar[str] = f"{BLOCK}.optimizer"
 
     state_bits: int | None = option(
-        "bits of one optimizer moment element; null: what fidelity says, 32 for exact and 8 for balanced",
+        "bits of one optimizer moment element; null: what fidelity says, 32 for exact and 8 otherwise",
         None,
         Rule(kind="integer", nullable=True, choices=(32, 8)),
     )
@@ -177,6 +177,40 @@ class OptimizerConfig:
         "CPU threads of the update; null: the affinity mask and cgroup quota, divided by the ranks of this machine",
         None,
         Rule(kind="integer", nullable=True, at_least=1, at_most=1024),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsConfig:
+    """How gradients rest between backward and update."""
+
+    PATH: ClassVar[str] = f"{BLOCK}.gradients"
+
+    bits: int | None = option(
+        "8: in 8-bit codes, half the bytes on their way and in host memory; 16: in their own precision; null: "
+        "what fidelity says, 8 for compact",
+        None,
+        Rule(kind="integer", nullable=True, choices=(8, 16)),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationsConfig:
+    """How saved activations wait for backward."""
+
+    PATH: ClassVar[str] = f"{BLOCK}.activations"
+
+    bits: int | None = option(
+        "the fewest bits of a saved activation outside of attention, more where memory is left; 16: as it is; null: what "
+        "fidelity says, 16 for exact, 8 for balanced, 4 for compact",
+        None,
+        Rule(kind="integer", nullable=True, choices=(16, 8, 6, 5, 4)),
     )
 
     def __post_init__(self) -> None:
@@ -236,9 +270,10 @@ class LazyTrainConfig:
 
     enabled: bool = option("false gives plain DeepSpeed with the same file", True, Rule(kind="bool"))
     fidelity: str = option(
-        "exact: 32-bit optimizer states, results equal bit for bit whatever the plan; balanced: 8-bit states",
+        "exact: 32-bit optimizer states, results equal bit for bit whatever the plan; balanced: 8-bit states "
+        "and activations; compact: 8-bit gradients and 4-bit activations",
         Fidelity.EXACT.value,
-        Rule(kind="string", choices=(Fidelity.EXACT.value, Fidelity.BALANCED.value)),
+        Rule(kind="string", choices=tuple(fidelity.value for fidelity in Fidelity)),
     )
     gpu_memory_gib: float | None = option(
         "GPU memory that training may use, in GiB (2**30 bytes); null: what the device has free",
@@ -272,6 +307,8 @@ class LazyTrainConfig:
     )
     plan: PlanConfig = section("where the placement comes from", PlanConfig)
     optimizer: OptimizerConfig = section("how weights are updated", OptimizerConfig)
+    gradients: GradientsConfig = section("how gradients rest between backward and update", GradientsConfig)
+    activations: ActivationsConfig = section("how saved activations wait for backward", ActivationsConfig)
     gradient_comm: GradientCommConfig = section(
         "how gradients are averaged over ranks; also beside DeepSpeed's own ZeRO stages 0, 1 and 2", GradientCommConfig
     )
@@ -286,11 +323,6 @@ class LazyTrainConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.fidelity == Fidelity.COMPACT:
-            raise ConfigError(
-                f'"{self.PATH}.fidelity" is "compact" (4-bit activations), which isn\'t available in this version; '
-                'use "balanced".'
-            )
         check_fields(self)
         for key in ("nvme_gib", "nvme_write_gib_per_day"):
             if getattr(self, key) is not None and self.nvme_path is None:
@@ -316,6 +348,20 @@ class LazyTrainConfig:
         if self.optimizer.state_bits is not None:
             return self.optimizer.state_bits
         return 32 if self.fidelity == Fidelity.EXACT else 8
+
+    @property
+    def resting_gradient_bits(self) -> int:
+        """Bits of a gradient element between backward and update, after fidelity and override: 16 or 8."""
+        if self.gradients.bits is not None:
+            return self.gradients.bits
+        return 8 if self.fidelity == Fidelity.COMPACT else 16
+
+    @property
+    def activation_bits(self) -> int:
+        """The fewest bits of a saved activation, after fidelity and override."""
+        if self.activations.bits is not None:
+            return self.activations.bits
+        return {Fidelity.EXACT: 16, Fidelity.BALANCED: 8, Fidelity.COMPACT: 4}[Fidelity(self.fidelity)]
 
     @property
     def gradient_bits(self) -> int:

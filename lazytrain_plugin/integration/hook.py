@@ -112,9 +112,10 @@ def _patch_initialize(deepspeed: ModuleType) -> None:
         with _engine_class(deepspeed), _config_active(config):
             engine_and_rest = original(*args, **kwargs)
         logger.info(
-            "active: fidelity %s, %d-bit optimizer states, %s update, plan %s",
+            "active: fidelity %s, %d-bit optimizer states%s, %s update, plan %s",
             config.fidelity,
             config.state_bits,
+            ", 8-bit gradients" if config.resting_gradient_bits == 8 else "",
             config.optimizer.implementation,
             config.plan.path or "from the first batch",
         )

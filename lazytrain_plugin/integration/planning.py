@@ -25,7 +25,7 @@ from lazytrain_plugin.plan.summary import summarize_plan
 from lazytrain_plugin.plan.timeline import build_timeline
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.runtime.discovery import Discovery
-from lazytrain_plugin.vocab import Tier, Updater
+from lazytrain_plugin.vocab import Fidelity, Tier, Updater
 
 logger = logging.getLogger(__name__)
 
@@ -223,11 +223,18 @@ class Planner:
             self._search = None
 
     def _everything_on_the_cpu(self) -> PlacementPlan:
+        gradient_bits = self._config.resting_gradient_bits
         stem_home = Tier.GPU if self._device.type == "cuda" else Tier.CPU
         unit = lambda found, weights: UnitPlan(  # noqa: E731
-            name=found.name, weights=weights, states=Tier.CPU, updater=Updater.CPU, state_bits=self._state_bits
+            name=found.name,
+            weights=weights,
+            states=Tier.CPU,
+            updater=Updater.CPU,
+            state_bits=self._state_bits,
+            gradient_bits=gradient_bits,
         )
         return PlacementPlan(
+            fidelity=Fidelity.EXACT if gradient_bits == 16 else Fidelity.COMPACT,
             units=tuple(unit(found, Tier.CPU) for found in self._discovery.units),
             stem=tuple(unit(found, stem_home) for found in self._discovery.stem),
         )

@@ -48,7 +48,8 @@ def training_request(
         native: whether the update kernels keep the states. The client's own optimizer keeps them where it updates.
     """
     fidelity = Fidelity(config.fidelity)
-    if state_bits == 8 and fidelity == Fidelity.EXACT:
+    gradient_bits, activation_bits = config.resting_gradient_bits, config.activation_bits
+    if (state_bits == 8 or min(gradient_bits, activation_bits) < 16) and fidelity == Fidelity.EXACT:
         fidelity = Fidelity.BALANCED  # asked for one by one, or by the optimizer's class
     return PlanRequest(
         max_tokens=max_tokens,
@@ -59,6 +60,8 @@ def training_request(
         evaluation_tokens=config.plan.evaluation_tokens,
         fidelity=fidelity,
         state_bits=state_bits,
+        gradient_bits=gradient_bits,
+        activation_bits=activation_bits,
         accumulation_steps=accumulation_steps,
         capabilities=replace(
             RUNTIME_CAPABILITIES,

@@ -70,7 +70,7 @@ def unit_bytes(cost: UnitCost, unit: UnitPlan) -> dict[str, int]:
     # Sums over micro-batches are kept by who adds them up; a disk is too slow for it.
     rest["gpu" if unit.states == Tier.GPU else "cpu"] += cost.accumulator_bytes
     if sends_gradients(cost, unit):
-        rest["cpu"] += cost.gradient_bytes
+        rest["cpu"] += cost.gradient_rest_bytes
     if unit.weights == Tier.GPU and unit.updater == Updater.CPU:
         # The update writes a host mirror of the weights; one copy then brings it to the GPU.
         rest["cpu"] += cost.weight_bytes

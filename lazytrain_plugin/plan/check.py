@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from lazytrain_plugin.errors import InfeasiblePlanError, PlanMismatchError
 from lazytrain_plugin.plan.accounting import Ledger, account, nvme_bytes_allowed_per_step, nvme_written_bytes
-from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -25,7 +25,7 @@ def check_plan(
     """Recomputes the plan's bytes per tier; returns them line by line.
 
     Args:
-        request: budgets and sizes to check for; `max_tokens` None means the plan's own. Fidelity, state bits and
+        request: budgets and sizes to check for; `max_tokens` None means the plan's own. Fidelity, bits and
             numbers of slots are the plan's in any case.
 
     Raises:
@@ -80,16 +80,22 @@ def _check_names(plan: PlacementPlan, model: ModelProfile) -> None:
 def problem_of(
     plan: PlacementPlan, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest
 ) -> PlacementProblem:
-    """The problem with each unit's moments in the plan's own bits (a hand-written plan may mix them).
+    """The problem with each unit's moments and gradients in the plan's own bits (a hand-written plan may mix them).
 
     Raises:
         PlanMismatchError: the plan is for another model.
     """
     _check_names(plan, model)
-    request = replace(request, max_tokens=request.max_tokens or plan.max_tokens, fidelity=plan.fidelity)
-    by_bits = {bits: build_problem(model, hardware, replace(request, state_bits=bits)) for bits in (8, 32)}
-    return replace(
-        by_bits[32],
-        units=tuple(by_bits[unit.state_bits].units[index] for index, unit in enumerate(plan.units)),
-        stem=tuple(by_bits[unit.state_bits].stem[index] for index, unit in enumerate(plan.stem)),
+    request = replace(
+        request, max_tokens=request.max_tokens or plan.max_tokens, fidelity=plan.fidelity, activation_bits=None
     )
+    by_bits = {
+        bits: build_problem(model, hardware, replace(request, state_bits=bits[0], gradient_bits=bits[1]))
+        for bits in {(unit.state_bits, unit.gradient_bits) for unit in (*plan.units, *plan.stem)} | {(32, 16)}
+    }
+
+    def costs(part: str) -> tuple[UnitCost, ...]:
+        units = enumerate(getattr(plan, part))
+        return tuple(getattr(by_bits[unit.state_bits, unit.gradient_bits], part)[index] for index, unit in units)
+
+    return replace(by_bits[32, 16], units=costs("units"), stem=costs("stem"))

@@ -84,11 +84,15 @@ def _decisions(unit: UnitPlan) -> list[tuple[str, str]]:
     waits = TIER_NAMES[unit.boundary] + (f", {unit.boundary_bits} bit" if unit.boundary_bits < 16 else "")
     return [
         ("weights", TIER_NAMES[unit.weights]),
-        ("states", f"{TIER_NAMES[unit.states]}, {unit.state_bits} bit"),
+        ("states", f"{TIER_NAMES[unit.states]}, {unit.state_bits} bit" + _gradient_bits(unit)),
         ("updated by", TIER_NAMES[unit.updater] + (", streamed" if unit.streams_states else "")),
         ("activations", saves),
         ("input", waits),
     ]
+
+
+def _gradient_bits(unit: UnitPlan) -> str:
+    return ", gradients 8 bit" if unit.gradient_bits == 8 else ""
 
 
 OF_LAYERS = ("activations", "input")

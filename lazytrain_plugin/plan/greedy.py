@@ -300,11 +300,17 @@ def explained(problem: PlacementProblem, plan: PlacementPlan, step_s: float) -> 
     plan = spend_slack(problem, plan, fits)
     return replace(
         plan,
-        units=tuple(_with_reason(problem, cost, unit) for cost, unit in zip(problem.units, plan.units)),
-        stem=tuple(_with_reason(problem, cost, unit) for cost, unit in zip(problem.stem, plan.stem)),
+        units=tuple(_explained_unit(problem, cost, unit) for cost, unit in zip(problem.units, plan.units)),
+        stem=tuple(_explained_unit(problem, cost, unit) for cost, unit in zip(problem.stem, plan.stem)),
         predicted_bytes=account(problem, plan).total_bytes(),
         predicted_step_s=round(step_s, 6),
     )
+
+
+def _explained_unit(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> UnitPlan:
+    """With its reason, and with the bits of its gradients, which are the same for all units that have any."""
+    unit = _with_reason(problem, cost, unit)
+    return replace(unit, gradient_bits=problem.gradient_bits) if cost.num_trainable else unit
 
 
 def _with_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> UnitPlan:

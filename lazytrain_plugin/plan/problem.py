@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.plan.formats import LEAST_BITS, coded_bytes, coding_flop
+from lazytrain_plugin.plan.formats import coded_bytes, coding_flop
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile, StrategyProfile, UnitProfile, UnitRole
@@ -42,6 +42,10 @@ def mib(num_bytes: float) -> float:
 def ms(seconds: float) -> float:
     """Seconds in the program's unit."""
     return seconds * 1e3
+
+
+GRADIENT_CODE_BLOCK = 64
+"""Elements that share a step in a gradient's codes (kernels/gradient_codes.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,9 @@ class UnitCost:
     remainder_bytes: int
     moment_bytes: int
     accumulator_bytes: int
-    """fp32 sums over micro-batches; 0 without accumulation."""
+    """Sums over micro-batches; 0 without accumulation."""
+    gradient_code_bytes: int = 0
+    """The gradients in 8-bit codes, as they rest and leave the GPU; 0: they do so as they are."""
     boundary_bytes: int = 0
     kept_bytes: int = 0
     workspace_bytes: int = 0
@@ -107,7 +113,12 @@ class UnitCost:
     @property
     def state_bytes(self) -> int:
         """Remainder, moments, gradients and accumulators: what rests at the updater's side beside the weights."""
-        return self.rest_state_bytes + self.gradient_bytes + self.accumulator_bytes
+        return self.rest_state_bytes + self.gradient_rest_bytes + self.accumulator_bytes
+
+    @property
+    def gradient_rest_bytes(self) -> int:
+        """Gradients at rest, and on their way there. While autograd makes them they take `gradient_bytes`."""
+        return self.gradient_code_bytes or self.gradient_bytes
 
     @property
     def rest_state_bytes(self) -> int:
@@ -117,7 +128,7 @@ class UnitCost:
     @property
     def streamed_in_bytes(self) -> int:
         """What crosses to the GPU for a streamed update, beside the weights: states and the gradient (or its sum)."""
-        return self.rest_state_bytes + (self.accumulator_bytes or self.gradient_bytes)
+        return self.rest_state_bytes + (self.accumulator_bytes or self.gradient_rest_bytes)
 
     @property
     def streamed_out_bytes(self) -> int:
@@ -182,6 +193,7 @@ class PlacementProblem:
     max_tokens: int
     accumulation_steps: int
     state_bits: int
+    gradient_bits: int
     fidelity: Fidelity
     weight_slots: int
     gradient_slots: int
@@ -234,9 +246,13 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
 
     def cost(unit: UnitProfile) -> UnitCost:
         saving = functools.partial(
-            _strategy_cost, fidelity=request.fidelity, element_bytes=model.activation_bytes, tokens=request.max_tokens
+            _strategy_cost,
+            bits=request.activation_bits,
+            element_bytes=model.activation_bytes,
+            tokens=request.max_tokens,
         )
-        return _unit_cost(unit, hardware, request.max_tokens, request.state_bits, request.accumulation_steps, saving)
+        cost = _unit_cost(unit, hardware, request.max_tokens, request.state_bits, request.accumulation_steps, saving)
+        return _with_codes(cost, unit, hardware, request)
 
     return PlacementProblem(
         units=tuple(cost(unit) for unit in model.units),
@@ -254,6 +270,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         max_tokens=request.max_tokens,
         accumulation_steps=request.accumulation_steps,
         state_bits=request.state_bits,
+        gradient_bits=request.gradient_bits,
         fidelity=request.fidelity,
         weight_slots=request.weight_slots,
         gradient_slots=request.gradient_slots,
@@ -282,6 +299,28 @@ def _save_bytes(model: ModelProfile, state_bits: int) -> int:
     decoded."""
     numels = [tensor.numel for unit in (*model.units, *model.stem) for tensor in unit.tensors if tensor.trainable]
     return (4 if state_bits == 32 else 8) * max(numels, default=0)
+
+
+def _with_codes(cost: UnitCost, unit: UnitProfile, hardware: HardwareProfile, request: PlanRequest) -> UnitCost:
+    """The same unit with gradients in the request's bits. Memory on the GPU while they are made stays as it was."""
+    if request.gradient_bits == 16 or not unit.num_trainable:
+        return cost
+    numel = unit.state_numel
+    codes, sums = coded_gradient_bytes(numel, 8), coded_gradient_bytes(numel, 16)
+    accumulates = cost.accumulator_bytes > 0
+    return replace(
+        cost,
+        gradient_code_bytes=codes,
+        accumulator_bytes=sums if accumulates else 0,
+        state_slot_bytes=min(STEM_STAGING_BYTES, cost.rest_state_bytes + sums),
+        gradient_d2h_s=codes / hardware.d2h_shared_bytes_per_s if hardware.has_gpu else 0.0,
+        accumulate_s=(codes + 2 * sums) / hardware.host_memory_bytes_per_s if accumulates else 0.0,
+    )
+
+
+def coded_gradient_bytes(numel: int, bits: int) -> int:
+    """Bytes of `numel` gradient elements in codes of 8 or 16 bits, with a bf16 step for each block of 64."""
+    return numel * bits // 8 + 2 * -(-numel // GRADIENT_CODE_BLOCK)
 
 
 def _unit_cost(
@@ -339,11 +378,11 @@ def _unit_cost(
 
 
 def _strategy_cost(
-    strategy: StrategyProfile, *, forward_flop: float, tokens: int, element_bytes: int, fidelity: Fidelity
+    strategy: StrategyProfile, *, forward_flop: float, tokens: int, element_bytes: int, bits: int
 ) -> StrategyCost:
     saved_bytes = strategy.saved_bytes_per_token * tokens
     attention_bytes = strategy.attention_bytes_per_token * tokens
-    bits = LEAST_BITS[fidelity] if strategy.activations == Activations.MATMULS else 16
+    bits = bits if strategy.activations == Activations.MATMULS else 16
     coding = coding_flop(saved_bytes - attention_bytes, element_bytes, bits)
     return StrategyCost(
         saved_bytes=saved_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.plan.formats import LEAST_BITS
 from lazytrain_plugin.units import GIB
 from lazytrain_plugin.vocab import Activations, Fidelity
 
@@ -67,6 +68,10 @@ class PlanRequest:
     fidelity: Fidelity = Fidelity.EXACT
     state_bits: int | None = None
     """32 or 8; None: what `fidelity` says (8 unless exact)."""
+    gradient_bits: int | None = None
+    """Of gradients at rest: 16 (their own precision) or 8; None: what `fidelity` says (8 for compact)."""
+    activation_bits: int | None = None
+    """The fewest of a saved activation: 16 (as it is), 8, 6, 5 or 4; None: what `fidelity` says."""
     accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
     evaluation_tokens: int | None = None
@@ -82,6 +87,16 @@ class PlanRequest:
         object.__setattr__(self, "fidelity", Fidelity(self.fidelity))
         if self.state_bits is None:
             object.__setattr__(self, "state_bits", 32 if self.fidelity == Fidelity.EXACT else 8)
+        if self.gradient_bits is None:
+            object.__setattr__(self, "gradient_bits", 8 if self.fidelity == Fidelity.COMPACT else 16)
+        if self.activation_bits is None:
+            object.__setattr__(self, "activation_bits", LEAST_BITS[self.fidelity])
+        for what, bits in (("gradients", self.gradient_bits), ("activations", self.activation_bits)):
+            if bits < 16 and self.fidelity == Fidelity.EXACT:
+                raise ConfigError(
+                    f'{what} are asked for in {bits} bits, which fidelity "exact" excludes; plan with "balanced" or '
+                    '"compact"'
+                )
         tokens = 1 if self.max_tokens is None else self.max_tokens
         if min(tokens, self.accumulation_steps, self.evaluation_tokens or 1) < 1:
             raise ConfigError(

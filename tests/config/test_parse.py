@@ -97,7 +97,7 @@ def test_unknown_key_names_the_nearest(block, says):
         ({"cpu_memory_gib": float("inf")}, "is Infinity; expected a number"),
         ({"watchdog_s": -0.5}, "is -0.5; expected a number of at least 0"),
         ({"watchdog_s": None}, "is null; expected a number of at least 0"),
-        ({"fidelity": "Exact"}, 'is "Exact"; expected "exact" or "balanced"'),
+        ({"fidelity": "Exact"}, 'is "Exact"; expected "exact" or "balanced" or "compact"'),
         ({"plan": "plan.json"}, '"lazytrain.plan" is "plan.json"; expected an object'),
         ({"plan": None}, '"lazytrain.plan" is null; expected an object'),
     ],
@@ -106,10 +106,19 @@ def test_wrong_value_says_where_what_and_the_remedy(block, says):
     assert says in refusal(block)
 
 
-def test_compact_is_refused_by_name():
-    message = refusal({"fidelity": "compact"})
-    assert "isn't available in this version" in message
-    assert 'use "balanced"' in message
+@pytest.mark.parametrize(
+    ("block", "state_bits", "gradient_bits"),
+    [
+        ({}, 32, 16),
+        ({"fidelity": "balanced"}, 8, 16),
+        ({"fidelity": "compact"}, 8, 8),
+        ({"gradients": {"bits": 8}}, 32, 8),
+        ({"fidelity": "compact", "gradients": {"bits": 16}, "optimizer": {"state_bits": 32}}, 32, 16),
+    ],
+)
+def test_single_switches_override_what_fidelity_says(block, state_bits, gradient_bits):
+    config = parse_block(block)
+    assert (config.state_bits, config.resting_gradient_bits) == (state_bits, gradient_bits)
 
 
 @pytest.mark.parametrize("block", [{"fidelity": "balanced"}, {"optimizer": {"state_bits": 8}}])

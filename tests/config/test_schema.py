@@ -27,7 +27,7 @@ def test_json_schema_for_editors():
     assert schema["properties"]["gpu_memory_gib"]["exclusiveMinimum"] == 0
     assert schema["properties"]["nvme_path"]["type"] == ["string", "array", "null"]
     assert schema["properties"]["nvme_path"]["items"] == {"type": "string"}
-    assert schema["properties"]["fidelity"]["enum"] == ["exact", "balanced"]
+    assert schema["properties"]["fidelity"]["enum"] == ["exact", "balanced", "compact"]
     optimizer = schema["properties"]["optimizer"]["properties"]
     assert optimizer["state_bits"]["enum"] == [32, 8, None]
     assert optimizer["threads"]["default"] is None

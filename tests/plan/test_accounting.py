@@ -43,6 +43,23 @@ def test_cpu_units_hold_weights_states_and_gradients_on_the_host(bits, accumulat
     assert ledger.gpu["weight slots"] == 3 * LAYER * 2
 
 
+@pytest.mark.parametrize(
+    ("accumulation", "bytes_per_parameter"),
+    [(1, 2 + 2 + 8 + 1 + 2 / 64), (4, 2 + 2 + 8 + (1 + 2 / 64) + (2 + 2 / 64))],
+)
+def test_8bit_gradients_halve_what_waits_on_the_host_and_crosses_to_it(accumulation, bytes_per_parameter):
+    changes = {"fidelity": "compact", "state_bits": 32, "accumulation_steps": accumulation}
+    coded, exact = problem_of(**changes), problem_of(**changes, gradient_bits=16)
+    plan = leanest_plan(coded)
+    assert account(coded, plan).cpu["units: weights and states"] == 3 * LAYER * bytes_per_parameter
+    for cost, before in zip(coded.units, exact.units, strict=True):
+        assert cost.gradient_d2h_s == pytest.approx(before.gradient_d2h_s * (1 + 2 / 64) / 2)
+        assert cost.accumulate_s == pytest.approx(before.accumulate_s * (1 + 2 / 64 + 4 + 4 / 64) / 10)
+        assert cost.streamed_in_bytes < before.streamed_in_bytes
+    # While autograd makes them they are what they were.
+    assert account(coded, plan).gpu == account(exact, plan).gpu
+
+
 def test_gpu_states_move_everything_off_the_host():
     problem = problem_of()
     lean = leanest_plan(problem)
