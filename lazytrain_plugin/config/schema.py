@@ -207,8 +207,8 @@ class ActivationsConfig:
     PATH: ClassVar[str] = f"{BLOCK}.activations"
 
     bits: int | None = option(
-        "the fewest bits of a saved activation outside of attention, more where memory is left; 16: as it is; null: what "
-        "fidelity says, 16 for exact, 8 for balanced, 4 for compact",
+        "the fewest bits of a saved activation outside of attention, more where memory is left; 16: as it is; null: "
+        "what fidelity says, 16 for exact, 8 for balanced, 4 for compact",
         None,
         Rule(kind="integer", nullable=True, choices=(16, 8, 6, 5, 4)),
     )

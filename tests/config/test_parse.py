@@ -107,18 +107,20 @@ def test_wrong_value_says_where_what_and_the_remedy(block, says):
 
 
 @pytest.mark.parametrize(
-    ("block", "state_bits", "gradient_bits"),
+    ("block", "state_bits", "gradient_bits", "activation_bits"),
     [
-        ({}, 32, 16),
-        ({"fidelity": "balanced"}, 8, 16),
-        ({"fidelity": "compact"}, 8, 8),
-        ({"gradients": {"bits": 8}}, 32, 8),
-        ({"fidelity": "compact", "gradients": {"bits": 16}, "optimizer": {"state_bits": 32}}, 32, 16),
+        ({}, 32, 16, 16),
+        ({"fidelity": "balanced"}, 8, 16, 8),
+        ({"fidelity": "compact"}, 8, 8, 4),
+        ({"gradients": {"bits": 8}}, 32, 8, 16),
+        ({"activations": {"bits": 5}}, 32, 16, 5),
+        ({"fidelity": "compact", "gradients": {"bits": 16}, "optimizer": {"state_bits": 32}}, 32, 16, 4),
     ],
 )
-def test_single_switches_override_what_fidelity_says(block, state_bits, gradient_bits):
+def test_single_switches_override_what_fidelity_says(block, state_bits, gradient_bits, activation_bits):
     config = parse_block(block)
     assert (config.state_bits, config.resting_gradient_bits) == (state_bits, gradient_bits)
+    assert config.activation_bits == activation_bits
 
 
 @pytest.mark.parametrize("block", [{"fidelity": "balanced"}, {"optimizer": {"state_bits": 8}}])

@@ -2,11 +2,13 @@
 
 import pytest
 
+from lazytrain_plugin.config.parse import parse_block
 from lazytrain_plugin.config.schema import LazyTrainConfig, PlanConfig
 from lazytrain_plugin.errors import InfeasiblePlanError
 from lazytrain_plugin.integration.training_request import training_request
 from lazytrain_plugin.plan.greedy import greedy_plan
 from lazytrain_plugin.units import GIB
+from lazytrain_plugin.vocab import Fidelity
 from tests.plan import builders
 
 
@@ -25,3 +27,22 @@ def test_a_plan_leaves_room_for_the_logits_of_an_evaluation():
     greedy_plan(model, machine, requested(LazyTrainConfig()))
     with pytest.raises(InfeasiblePlanError):
         greedy_plan(model, machine, requested(LazyTrainConfig(plan=PlanConfig(evaluation_tokens=1 << 20))))
+
+
+@pytest.mark.parametrize(
+    ("block", "state_bits", "expected"),
+    [
+        ({}, 32, (Fidelity.EXACT, 32, 16, 16)),
+        ({}, 8, (Fidelity.BALANCED, 8, 16, 16)),
+        ({"gradients": {"bits": 8}}, 32, (Fidelity.BALANCED, 32, 8, 16)),
+        ({"activations": {"bits": 4}}, 32, (Fidelity.BALANCED, 32, 16, 4)),
+        ({"fidelity": "compact"}, 8, (Fidelity.COMPACT, 8, 8, 4)),
+        ({"fidelity": "compact", "activations": {"bits": 16}}, 8, (Fidelity.COMPACT, 8, 8, 16)),
+    ],
+)
+def test_one_switch_turns_on_one_lossy_feature(block, state_bits, expected):
+    """A plan says that it is lossy by its fidelity; nothing that was not asked for comes with it."""
+    config = parse_block(block)
+    request = training_request(config, 1024, state_bits=state_bits, accumulation_steps=1, native=True)
+    got = request.fidelity, request.state_bits, request.gradient_bits, request.activation_bits
+    assert got == expected
