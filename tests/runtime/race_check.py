@@ -189,17 +189,23 @@ def _watch_transfers(check: RaceCheck, patch) -> None:
 
 
 def _watch_kernels(check: RaceCheck, patch) -> None:
+    def parts(gradient) -> list[torch.Tensor]:
+        return [gradient] if isinstance(gradient, torch.Tensor) else [gradient.codes, gradient.steps]
+
     def checked_update(tensor, weight, remainder, gradient, moments, step, **options) -> None:
         flats = [part for m in moments for part in ((m,) if isinstance(m, torch.Tensor) else (m.codes, m.scales))]
         for changed in (weight, *flats, *([remainder] if remainder is not None else [])):
             check.access(changed, writes=True, what=f"update of {tensor.name}")
-        check.access(gradient, writes=False, what=f"update of {tensor.name} (gradient)")
+        for part in parts(gradient):
+            check.access(part, writes=False, what=f"update of {tensor.name} (gradient)")
         plain_update(tensor, weight, remainder, gradient, moments, step, **options)
 
-    def checked_accumulate(total, gradient, *, first) -> None:
-        check.access(gradient, writes=False, what="accumulation")
-        check.access(total, writes=True, what="accumulation")
-        plain_accumulate(total, gradient, first=first)
+    def checked_add_up(total, gradient, *, first) -> None:
+        for part in parts(gradient):
+            check.access(part, writes=False, what="accumulation")
+        for part in parts(total):
+            check.access(part, writes=True, what="accumulation")
+        plain_add_up(total, gradient, first=first)
 
     @contextlib.contextmanager
     def checked_lease(self, unit, *, backward):
@@ -211,10 +217,10 @@ def _watch_kernels(check: RaceCheck, patch) -> None:
                 if when == "first":
                     yield
 
-    plain_update, plain_accumulate, lease = update.update_span, gradients.accumulate, executor.Executor.lease
+    plain_update, plain_add_up, lease = update.update_span, gradients.add_up, executor.Executor.lease
     for module in (update, streamed_updates):
         patch.setattr(module, "update_span", checked_update)
-    patch.setattr(gradients, "accumulate", checked_accumulate)
+    patch.setattr(gradients, "add_up", checked_add_up)
     patch.setattr(executor.Executor, "lease", checked_lease)
 
 

@@ -161,6 +161,7 @@ class NvmeActivations:
                 buffer = staging.acquire(record)
             with streams.on(streams.h2d):
                 streams.wait(streams.h2d, allocated)
+                streams.wait(streams.h2d, group[0].left)  # it may still be in the buffer that it left to
                 name = f"activations ({streams.phase})"
                 num_bytes = sum(ticket.nbytes for ticket in group)
                 with streams.span(name, Resource.H2D, stream=streams.h2d, num_bytes=num_bytes):
