@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import replace
 
 import pytest
+import transformers
 
 from integration_tests import harness, models
 from integration_tests.cases import Placement, Work
 from integration_tests.harness import InOrderTrainer, assert_bit_equal, fresh_accelerate_state, make_plan
 from integration_tests.loops import make_trainer
 from lazytrain_plugin.config.schema import LazyTrainConfig
-from lazytrain_plugin.integration import planning, training_request
+from lazytrain_plugin.errors import LazyTrainError
+from lazytrain_plugin.integration import plan_watch, planning, training_request
 from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.planning import Planner
+from lazytrain_plugin.plan.choices import HOMES
 from lazytrain_plugin.plan.explain_measured import planned_events
+from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.measured import MeasuredTrace
+from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.timeline import timeline_page, with_measured
+from lazytrain_plugin.vocab import Activations
 from tests.plan import builders
 
 WORK = Work(model="llama", implementation="native", accumulation=2, max_norm=0.5)
@@ -37,7 +44,8 @@ def run(folder, device, block=None, **options):
     with fresh_accelerate_state():
         trainer = make_trainer(
             model, samples, folder, device, block={"optimizer": {"implementation": "native"}, **(block or {})},
-            trainer_class=InOrderTrainer, gradient_accumulation_steps=2, max_grad_norm=0.5, max_steps=8, **options,
+            trainer_class=InOrderTrainer, gradient_accumulation_steps=2, max_grad_norm=0.5,
+            **{"max_steps": 8, **options},
         )  # fmt: skip
         found = harness.finish(trainer)
         harness.close(found)
@@ -80,6 +88,54 @@ def test_a_second_run_finds_its_plan_and_both_say_what_they_measure(device, tmp_
     caplog.clear()
     run(tmp_path / "third", device, block={"plan": {"cache": False}})
     assert "plan for 24 tokens:\n" in caplog.text
+
+
+class SlowFrom(transformers.TrainerCallback):
+    """The machine becomes slow."""
+
+    def __init__(self, first_step):
+        self.first_step = first_step
+
+    def on_step_begin(self, arguments, state, control, **more):
+        if state.global_step >= self.first_step:
+            time.sleep(1.0)
+
+
+def test_a_drift_leads_to_another_plan_between_two_steps_and_no_bit_changes(device, tmp_path, monkeypatch, caplog):
+    """A plan for the first measurement, and one for a drift that comes later."""
+    caplog.set_level(logging.INFO)
+    expected = run(tmp_path / "plain", device, block={"plan": {"adapt": False}}, max_steps=13)
+    monkeypatch.setattr(training_request, "measure_hardware", lambda *args, **kwargs: builders.hardware())
+    for name, value in (("WARM_UP_STEPS", 1), ("MEASURED_STEPS", 1), ("WINDOW_STEPS", 1), ("DRIFT_TIME_FRAC", 2.0)):
+        monkeypatch.setattr(plan_watch, name, value)
+    monkeypatch.setattr(planning, "SWAP_GAIN_FRAC", -1e9)
+    placed = []
+
+    class Search:
+        """Finds something else at once: for the first measurement, and for a drift."""
+
+        def __init__(self, model, hardware, request):
+            self.question = model, hardware, request
+            self.useful = not placed or "steps take" in caplog.text
+
+        def poll(self):
+            if not self.useful:
+                raise LazyTrainError("nothing better")
+            problem = build_problem(*self.question)
+            placed.append(replace(leanest_plan(problem), max_tokens=problem.max_tokens))
+            if len(placed) % 2 == 0:
+                placed[-1] = placed[-1].with_units(**HOMES["resident"], activations=Activations.KEEP)
+            return placed[-1]
+
+        def cancel(self):
+            pass
+
+    monkeypatch.setattr(planning, "BackgroundSolve", Search)
+    got = run(tmp_path / "drifting", device, max_steps=13, trainer_options={"callbacks": [SlowFrom(9)]})
+    assert len(placed) >= 2 and "steps take" in caplog.text
+    assert caplog.text.count("made again with measured rates") == len(placed)
+    assert_bit_equal(got.weights, expected.weights)
+    assert got.losses == expected.losses and got.grad_norms == expected.grad_norms
 
 
 def made(monkeypatch, *, adapt=True, native=True):

@@ -150,11 +150,13 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         self._refuse_new_parameters()
         refuse_compiled(self._modules_around_units)
         if self.module.training and torch.is_grad_enabled():
-            plan = self._planner.plan_for(count_tokens(inputs, kwargs))
+            num_tokens = count_tokens(inputs, kwargs)
+            plan = self._planner.plan_for(num_tokens)
             if plan is None and self._window_begins:
                 plan = self._planner.better_plan()
             if plan is not None:
                 self._place(executor, plan)
+            self._plan_watch.ran(num_tokens)
             self._window_begins = False
         else:
             self._plan_watch.disturb()

@@ -33,7 +33,7 @@ DRIFT_FRAC = 0.1
 """How far a measured rate is from the planned one before it is worth a search."""
 SWAP_GAIN_FRAC = 0.03
 """What another plan must gain, replayed with the measured rates, before weights are moved for it."""
-MOST_SWAPS = 2
+MOST_SWAPS = 4
 """Per run: measurements are noisy, and moving costs a step or two."""
 
 
@@ -189,6 +189,7 @@ class Planner:
         if self._swaps_left and hardware.has_gpu and max(map(abs, drift.values())) > DRIFT_FRAC:
             shown = ", ".join(f"{name} {change:+.0%}" for name, change in drift.items())
             logger.info("steps are not as planned (%s): planning again in the background", shown)
+            self.close()
             self._search = BackgroundSolve(self.model_profile, self.hardware, self.request)
 
     def better_plan(self) -> PlacementPlan | None:

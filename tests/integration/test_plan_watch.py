@@ -75,3 +75,51 @@ def test_additions_of_micro_batches_are_no_update_rate(monkeypatch):
     rig = Rig(monkeypatch, accumulation_steps=4)
     measured = [rig.step() for _ in range(4)][-1]
     assert measured.update_parameters_per_s is None
+
+
+def test_a_machine_that_gets_slower_is_told_once(monkeypatch, caplog):
+    rig = Rig(monkeypatch)
+    caplog.set_level("INFO")
+    window = plan_watch.WINDOW_STEPS
+    assert [rig.step(1.0) for _ in range(4)][-1] is not None
+    # Noise, and a single disturbed window, are no drift.
+    for seconds in (1.1, 0.9, 1.5, 1.0):
+        assert [rig.step(seconds) for _ in range(window)] == [None] * window
+    found = [rig.step(1.5, waited_s=0.5) for _ in range(2 * window)]
+    assert [measured is not None for measured in found] == [False] * (2 * window - 1) + [True]
+    assert found[-1].step_s == pytest.approx(1.5) and found[-1].compute_s == pytest.approx(1.0)
+    assert found[-1].update_parameters_per_s == pytest.approx(2000)
+    assert caplog.records[-1].message == "steps take 1.5 s now, they took 1 s (last 40)"
+    # It stays so: nothing new. It becomes as it was: a drift again.
+    assert not any(rig.step(1.55) for _ in range(5 * window))
+    assert [rig.step(1.0) is not None for _ in range(2 * window)].count(True) == 1
+
+
+def test_windows_that_are_off_to_both_sides_are_noise(monkeypatch):
+    rig = Rig(monkeypatch)
+    assert [rig.step(1.0) for _ in range(4)][-1] is not None
+    for seconds in (1.4, 0.7, 1.4, 0.7):
+        assert not any(rig.step(seconds) for _ in range(plan_watch.WINDOW_STEPS))
+
+
+def test_a_few_outliers_do_not_move_a_window(monkeypatch):
+    rig = Rig(monkeypatch)
+    assert [rig.step(1.0) for _ in range(4)][-1] is not None
+    assert not any(rig.step(30.0 if i % 5 == 0 else 1.0) for i in range(6 * plan_watch.WINDOW_STEPS))
+
+
+def test_steps_of_fewer_tokens_are_not_compared(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    rig = Rig(monkeypatch, accumulation_steps=2)
+    rig.watch.plan_changed(PlacementPlan(units=(), stem=(), max_tokens=100), SimpleNamespace(step_s=1.0))
+
+    def step(seconds, *tokens):
+        for count in tokens:
+            rig.watch.ran(count)
+        return rig.step(seconds)
+
+    assert not any(step(0.5, 100, 60) for _ in range(plan_watch.WINDOW_STEPS))
+    (record,) = caplog.records
+    assert "200 tokens" in record.message and "had 160" in record.message
+    found = [step(seconds, *tokens) for seconds, *tokens in ((1.0, 100, 100), (0.4, 10, 10), (1.1, None, 95))]
+    assert found[:2] == [None, None] and found[2].step_s == pytest.approx(1.0)
