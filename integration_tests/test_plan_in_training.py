@@ -15,7 +15,7 @@ from integration_tests.cases import Placement, Work
 from integration_tests.harness import InOrderTrainer, assert_bit_equal, fresh_accelerate_state, make_plan
 from integration_tests.loops import make_trainer
 from lazytrain_plugin.config.schema import LazyTrainConfig
-from lazytrain_plugin.errors import LazyTrainError
+from lazytrain_plugin.errors import InfeasiblePlanError, LazyTrainError
 from lazytrain_plugin.integration import plan_watch, planning, training_request
 from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.planning import Planner
@@ -27,6 +27,7 @@ from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.timeline import timeline_page, with_measured
+from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.vocab import Activations
 from tests.plan import builders
 
@@ -228,3 +229,12 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(device, tmp_path, c
     found = run(tmp_path / "traced", device, block=block)
     assert len(found.losses) == 8
     assert "can't be written" in caplog.text
+
+
+def test_what_no_batch_fits_is_refused_before_weights_move(device, tmp_path, monkeypatch):
+    """Without max_tokens, too: the first batch would be known only after everything had moved to host memory."""
+    placed = []
+    monkeypatch.setattr(Executor, "place", lambda self, plan: placed.append(plan))
+    with pytest.raises(InfeasiblePlanError, match="host memory: need .*, have 512.0 MiB .*Nearest remedies"):
+        run(tmp_path, device, block={"cpu_memory_gib": 0.5})
+    assert not placed

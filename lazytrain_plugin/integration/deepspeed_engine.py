@@ -113,6 +113,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             state_bits=optimizer_state_bits(optimizer, config),
             accumulation_steps=self.gradient_accumulation_steps(),
             native=updater is None or updater.native,
+            least_tokens=self.train_micro_batch_size_per_gpu(),
         )
         executor = Executor(
             self.module,

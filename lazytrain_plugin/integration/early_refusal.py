@@ -68,7 +68,8 @@ def _check(model: nn.Module, config: LazyTrainConfig, ds_config: dict[str, Any])
     if feasible(whole):
         return
     refusal = infeasible(whole, rebuilder(profile, machine, request))
-    if feasible(build_problem(_frozen(profile), machine, request)):
+    tightest = replace(request, weight_slots=2, gradient_slots=1)
+    if feasible(build_problem(_frozen(profile), machine, tightest)):
         logger.warning(
             "trained as a whole, %s does not fit: %s Unless most of it is frozen (adapters), training will be refused",
             profile.name,

@@ -18,6 +18,7 @@ from lazytrain_plugin.integration.training_request import training_machine, trai
 from lazytrain_plugin.plan.background import BackgroundSolve
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
+from lazytrain_plugin.plan.refusal import feasible
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes, simulate
@@ -51,6 +52,7 @@ class Planner:
         state_bits: int,
         accumulation_steps: int,
         native: bool = True,
+        least_tokens: int = 1,
     ) -> None:
         self._config = config
         self._discovery = discovery
@@ -58,6 +60,7 @@ class Planner:
         self._state_bits = state_bits
         self._accumulation_steps = accumulation_steps
         self._native = native
+        self._least_tokens = least_tokens
         self._planned_tokens: int | None = None
         self.request: PlanRequest | None = None
         self._search: BackgroundSolve | None = None
@@ -99,7 +102,20 @@ class Planner:
             return self._fixed
         if self._config.max_tokens is not None:
             return self._plan(self._config.max_tokens)
+        self._refuse_what_never_fits()
         return self._everything_on_the_cpu()
+
+    def _refuse_what_never_fits(self) -> None:
+        """Before weights move, whatever the first batch will be.
+
+        Raises:
+            InfeasiblePlanError: a micro-batch with one token in each sequence fits nowhere.
+        """
+        request = self._request_for(self._least_tokens)
+        if not feasible(build_problem(self.model_profile, self.hardware, request)):
+            make_plan(
+                self.model_profile, self.hardware, request
+            )  # has more to choose from, else it says what is missing
 
     def plan_for(self, num_tokens: int | None) -> PlacementPlan | None:
         """A new plan if a batch of `num_tokens` needs one."""
@@ -117,16 +133,9 @@ class Planner:
         return self._plan(num_tokens)
 
     def _plan(self, num_tokens: int) -> PlacementPlan:
-        config = self._config
         self._planned_tokens = num_tokens
         self.close()  # a search for smaller batches is of no use
-        self.request = request = training_request(
-            config,
-            num_tokens,
-            state_bits=self._state_bits,
-            accumulation_steps=self._accumulation_steps,
-            native=self._native,
-        )
+        self.request = request = self._request_for(num_tokens)
         rates = self._cache.load_rates(self.model_profile, self._measured_hardware, num_tokens)
         self.hardware = replace(self._measured_hardware, **rates)
         found = self._cache.load_plan(self.model_profile, self.hardware, request)
@@ -139,6 +148,15 @@ class Planner:
         self._announce(plan, f" ({', '.join(sources)})" if sources else "")
         self._current = plan
         return plan
+
+    def _request_for(self, num_tokens: int) -> PlanRequest:
+        return training_request(
+            self._config,
+            num_tokens,
+            state_bits=self._state_bits,
+            accumulation_steps=self._accumulation_steps,
+            native=self._native,
+        )
 
     def _announce(self, plan: PlacementPlan, remark: str) -> None:
         problem = self.problem()

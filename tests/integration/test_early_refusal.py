@@ -58,7 +58,8 @@ def needs(*, frozen: bool) -> float:
         model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4))
     profile = early_refusal._profile(model, CONFIG)
     profile = early_refusal._frozen(profile) if frozen else profile
-    problem = build_problem(profile, builders.hardware(gpu_gib=0), PlanRequest(max_tokens=2))
+    slots = {"weight_slots": 2, "gradient_slots": 1} if frozen else {}
+    problem = build_problem(profile, builders.hardware(gpu_gib=0), PlanRequest(max_tokens=2, **slots))
     return account(problem, leanest_plan(problem)).need_bytes()["cpu"] / GIB
 
 
