@@ -210,6 +210,8 @@ class Executor:
                 unit.streamed_update.begin()  # in the slot; the way home may take longer
             slot = self._slots.acquire(unit, "update" if late else "weights", idle_since)
             unit.point_to(slot)
+            if backward and self._sink.last_micro_batch:
+                self._slots.leave_home_alone_after_backward()
             self._prefetch_after(unit, backward)
             with self.streams.computing(f"{phase} {unit.name}"):
                 yield

@@ -56,6 +56,8 @@ class WeightSlots:
             slot.last_use = streams.record()  # its memory may be what running kernels still read
         self._holding: dict[Unit, WeightSlot] = {}
         self._clock = 0
+        self._last_upload = None
+        self._backward_ends_with_us = False
 
     def acquire(self, unit: Unit, cause: str, since) -> WeightSlot:
         """Leases the slot that holds the unit's weights; the compute stream waits until they are there.
@@ -92,8 +94,24 @@ class WeightSlots:
         slot.leases -= 1
         slot.last_use = self._streams.record()
 
+    def leave_home_alone_after_backward(self) -> None:
+        """Makes the running backward wait, at its end, for the last copy from home to the device.
+
+        Whoever called it may then change weights in host memory at once, as after a backward on the CPU. The device
+        has the computations that follow that copy to do meanwhile.
+        """
+        if self._streams.is_cuda and not self._backward_ends_with_us:
+            self._backward_ends_with_us = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_uploads)
+
+    def _wait_for_uploads(self) -> None:
+        self._backward_ends_with_us = False
+        if self._last_upload is not None:
+            self._last_upload.synchronize()
+
     def end_leases(self) -> None:
         """Nothing runs now: leases that an interrupt left behind are over."""
+        self._backward_ends_with_us = False
         for slot in self._slots:
             if slot.leases:
                 slot.leases = 0
@@ -119,7 +137,7 @@ class WeightSlots:
             name = f"weights {unit.name} ({streams.phase})"
             with streams.span(name, Resource.H2D, stream=streams.h2d, num_bytes=unit.layout.weight_bytes):
                 unit.home.host_buffer.read_into(slot.flat)
-        slot.ready = unit.upload_event = streams.record(streams.h2d)
+        slot.ready = unit.upload_event = self._last_upload = streams.record(streams.h2d)
         if unit.home.nvme_weights is not None:
             unit.home.nvme_weights.uploaded(slot.ready)
         slot.unit, slot.is_waiting = unit, True
