@@ -25,15 +25,20 @@ from lazytrain_plugin.plan.choices import (
     saving_choices,
     stem_home_of,
 )
+from lazytrain_plugin.plan.greedy import fits
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.vocab import Activations, Tier
 
-TRIES = 1600
-"""Patterns looked at; most take a millisecond or two, one that does not fit takes less."""
+REPLAYED_UNITS = 50_000
+"""Units in all patterns looked at: a second or two, whatever the model's depth."""
 TRIES_PER_UNIT = 50
-"""Small models have few."""
+"""Small models have few patterns."""
+POLISHED_UNITS = 25_000
+"""As `REPLAYED_UNITS`, for orders of one pattern."""
+HOME_FIELDS = ("weights", "states", "updater")
+SAVING_FIELDS = ("activations", "saved", "saved_bits")
 PHASES = (0.01, 0.25, 0.5, 0.75, 0.99)
 HEAT_FRAC = 0.004
 """How much slower a pattern may be than the last and still be taken, at the start."""
@@ -67,6 +72,7 @@ class Family:
         self.saving = list(dict.fromkeys(choice for cost in costs for choice in saving_choices(problem, cost)))
         streams = problem.has_gpu and problem.capabilities.streamed_states
         self.stem_homes = [home for home in STEM_HOMES if streams or home != "stream_update"]
+        self._units: dict[tuple, UnitPlan] = {}
         self._allowed = [{home for home in self.homes if allows_home(problem, cost, home)} for cost in costs]
 
     def pattern_of(self, plan: PlacementPlan) -> Pattern:
@@ -91,19 +97,23 @@ class Family:
         homes = [self.homes[index] for _, index in places]
         saving = [choice for choice, count in zip(self.saving, pattern.saved) for _ in range(count)]
         units = []
-        for u, unit in enumerate(self._plan.units):
+        for u in range(len(self._plan.units)):
             home = homes[u] if u < len(homes) and homes[u] in self._allowed[u] else "stream"
             from_end = len(self._plan.units) - 1 - u
             activations, saved = saving[from_end] if from_end < len(saving) else (Activations.RECOMPUTE, Tier.GPU)
-            cost = self.problem.units[u]
-            if not cost.can(activations):
+            if not self.problem.units[u].can(activations):
                 activations, saved = Activations.RECOMPUTE, Tier.GPU
-            saving_fields = {
-                "activations": activations, "saved": saved, "saved_bits": cost.planned_bits(activations),
-            }  # fmt: skip
             boundary = Tier.CPU if u < pattern.boundaries else Tier.GPU
-            units.append(replace(unit, **HOMES[home], **saving_fields, boundary=boundary))
+            units.append(self._unit(u, home, activations, saved, boundary))
         return replace(self._plan, units=tuple(units), stem=tuple(map(self._stem_unit, self._plan.stem, pattern.stem)))
+
+    def _unit(self, u: int, home: str, activations: Activations, saved: Tier, boundary: Tier) -> UnitPlan:
+        key = (u, home, activations, saved, boundary)
+        if key not in self._units:
+            bits = self.problem.units[u].planned_bits(activations)
+            choices = {"activations": activations, "saved": saved, "saved_bits": bits, "boundary": boundary}
+            self._units[key] = replace(self._plan.units[u], **HOMES[home], **choices)
+        return self._units[key]
 
     def _stem_unit(self, unit: UnitPlan, home: str) -> UnitPlan:
         return replace(unit, **(STEM_HOMES[home] if self.problem.has_gpu else HOMES["stream"]))
@@ -146,7 +156,7 @@ def search_patterns(problem: PlacementProblem, start: PlacementPlan, *, seed: in
     judge = _judge(problem, family)
     current = family.pattern_of(start)
     current_cost = best_cost = judge(current)
-    tries = min(TRIES, TRIES_PER_UNIT * len(problem.units))
+    tries = min(REPLAYED_UNITS // len(problem.units), TRIES_PER_UNIT * len(problem.units))
     best, tries_a_heat = current, max(1, tries // (REHEATS + 1))
     for attempt in range(tries):
         heat = 1 - (attempt % tries_a_heat) / tries_a_heat
@@ -163,21 +173,62 @@ def search_patterns(problem: PlacementProblem, start: PlacementPlan, *, seed: in
     return family.place(best) if best_cost[0] == 0 else None
 
 
+def polished(problem: PlacementProblem, plan: PlacementPlan, *, seed: int = 0) -> PlacementPlan:
+    """The same counts in a better order: neighbours swap homes or what they save, inputs stay or leave.
+
+    Deterministic.
+    """
+    draw, num_units = random.Random(seed), len(plan.units)
+    best = current = plan
+    best_s = current_s = simulate(problem, plan, steps=2).step_s
+    tries = min(POLISHED_UNITS // num_units, TRIES_PER_UNIT * num_units) if num_units > 1 else 0
+    for attempt in range(tries):
+        units = list(current.units)
+        for _ in range(draw.choice((1, 1, 2))):
+            u = draw.randrange(num_units)
+            other = max(0, min(num_units - 1, u + draw.choice((-3, -2, -1, 1, 2, 3))))
+            fields = draw.choice((HOME_FIELDS, HOME_FIELDS, HOME_FIELDS, SAVING_FIELDS))
+            units[u], units[other] = _swapped(units[u], units[other], fields)
+            if offloads_boundaries(problem) and draw.random() < 0.2:
+                units[u] = replace(units[u], boundary=Tier.GPU if units[u].boundary != Tier.GPU else Tier.CPU)
+        changed = replace(current, units=tuple(units))
+        allowed = all(
+            allows_home(problem, cost, home_of(unit)) and cost.can(unit.activations)
+            for cost, unit in zip(problem.units, units)
+            if unit not in current.units
+        )
+        if not allowed or not fits(problem, changed):
+            continue
+        step_s = simulate(problem, changed, steps=2).step_s
+        heat_s = HEAT_FRAC / 4 * best_s * (1 - attempt / tries) * -math.log(1 - draw.random())
+        if step_s <= current_s + heat_s:
+            current, current_s = changed, step_s
+            if step_s < best_s:
+                best, best_s = changed, step_s
+    return best
+
+
+def _swapped(first: UnitPlan, second: UnitPlan, fields: tuple[str, ...]) -> tuple[UnitPlan, UnitPlan]:
+    def with_fields(unit: UnitPlan, other: UnitPlan) -> UnitPlan:
+        return replace(unit, **{field: getattr(other, field) for field in fields})
+
+    return with_fields(first, second), with_fields(second, first)
+
+
 def _judge(problem: PlacementProblem, family: Family) -> Callable[[Pattern], tuple[float, float]]:
     """(bytes beyond the budgets as a share of them, step time; 0 where it does not fit) of a pattern, each once."""
     have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
-    known: dict[PlacementPlan, tuple[float, float]] = {}
+    known: dict[Pattern, tuple[float, float]] = {}
     allowed = nvme_bytes_allowed_per_step(problem)
 
     def judge(pattern: Pattern) -> tuple[float, float]:
-        plan = family.place(pattern)
-        key = (plan.units, plan.stem)
-        if key not in known:
+        if pattern not in known:
+            plan = family.place(pattern)
             need = account(problem, plan).need_bytes()
             excess = sum(max(0, need[tier] - have[tier]) / max(have[tier], 1) for tier in need)
             if problem.has_nvme and nvme_written_bytes(problem, plan) > allowed:
                 excess += nvme_written_bytes(problem, plan) / max(allowed, 1.0)
-            known[key] = (excess, 0.0 if excess else simulate(problem, plan, steps=2).step_s)
-        return known[key]
+            known[pattern] = (excess, 0.0 if excess else simulate(problem, plan, steps=2).step_s)
+        return known[pattern]
 
     return judge

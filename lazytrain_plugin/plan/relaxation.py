@@ -30,16 +30,21 @@ class Relaxed:
 def relax(model: highspy.Highs) -> Relaxed | None:
     """Solves the relaxation; None: even fractions of units don't fit, so nothing does. The model stays as it is."""
     model.setOptionValue("solve_relaxation", True)
-    model.run()
+    relaxed = solve_relaxation(model)
     model.setOptionValue("solve_relaxation", False)
+    model.clearSolver()
+    return relaxed
+
+
+def solve_relaxation(model: highspy.Highs) -> Relaxed | None:
+    """One relaxation, from the basis that the model has; the option is set. None: infeasible."""
+    model.run()
     status = model.getModelStatus()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return None
     if status != highspy.HighsModelStatus.kOptimal:
         raise RuntimeError(f"HiGHS ended the relaxation with {model.modelStatusToString(status)}; report this")
-    relaxed = Relaxed(bound_ms=model.getInfo().objective_function_value, values=list(model.getSolution().col_value))
-    model.clearSolver()
-    return relaxed
+    return Relaxed(bound_ms=model.getInfo().objective_function_value, values=list(model.getSolution().col_value))
 
 
 def rounded(problem: PlacementProblem, v: Variables, relaxed: Relaxed, lean: PlacementPlan) -> PlacementPlan:

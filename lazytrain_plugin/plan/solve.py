@@ -13,9 +13,10 @@ import highspy
 from lazytrain_plugin.plan import capacity, timing_backward, timing_forward, variables
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, home_of
+from lazytrain_plugin.plan.counting import CountBounds
 from lazytrain_plugin.plan.greedy import empty_plan, explained, fits, leanest_plan, plan_greedily
 from lazytrain_plugin.plan.objective import set_objective
-from lazytrain_plugin.plan.patterns import search_patterns
+from lazytrain_plugin.plan.patterns import polished, search_patterns
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.refusal import infeasible, rebuilder
 from lazytrain_plugin.plan.relaxation import Relaxed, relax, rounded
@@ -31,6 +32,13 @@ logger = logging.getLogger(__name__)
 GAP_FRAC = 0.005
 """Proven distance from the best step time at which the search ends."""
 TIME_LIMIT_S = 10.0
+DEEP_UNITS = 16
+DEEP_GAP_FRAC = 0.01
+"""With more units the search over single units has never closed a gap that counts left; it is spared where the gap is
+this small."""
+LEAST_SEARCH_S = 1.0
+"""For bounds and the whole program, where patterns took all the time."""
+MAX_COUNT_NODES = 300
 WEIGHT_SLOT_CHOICES = (2, 3, 4, 6)
 GRADIENT_SLOT_CHOICES = (2, 3, 4)
 RING_GAIN_FRAC = 0.005
@@ -115,35 +123,49 @@ def _search(problem: PlacementProblem, until_s: float, gap_frac: float) -> tuple
     if relaxed is None:
         return Outcome(status="infeasible"), []
     candidates = _find_patterns(problem, v, relaxed)
-    start = min(candidates, key=lambda plan: simulate(problem, plan).step_s, default=None)
-    outcome = Outcome(status="within the gap of the relaxation", bound_s=relaxed.bound_ms / 1e3)
-    if start is None or _gap_frac(outcome, simulate(problem, start).step_s) > gap_frac:
+    outcome = Outcome(status="bound by counts", bound_s=relaxed.bound_ms / 1e3)
+    best_s = min((simulate(problem, plan).step_s for plan in candidates), default=math.inf)
+    if 1 - outcome.bound_s / best_s > gap_frac:
+        # Bounds by counts and a bit of order are cheap; what is left of the time is for the whole program.
+        until_s = max(until_s, time.monotonic() + LEAST_SEARCH_S)
+        counts = CountBounds(problem, model, v)
+        enough_ms = 1e3 * best_s * (1 - gap_frac)
+        half_s = time.monotonic() + (until_s - time.monotonic()) / 2
+        bound_ms = counts.raise_bound(relaxed, enough_ms, until_s=half_s, max_nodes=MAX_COUNT_NODES)
+        outcome = replace(outcome, bound_s=bound_ms / 1e3)
+        if counts.deepest is not None:
+            found = search_patterns(problem, rounded(problem, v, counts.deepest, leanest_plan(problem)))
+            candidates += [found] if found is not None else []
+        if candidates:
+            best = min(candidates, key=lambda plan: simulate(problem, plan).step_s)
+            candidates.append(polished(problem, best))
+        best_s = min((simulate(problem, plan).step_s for plan in candidates), default=math.inf)
+    if 1 - outcome.bound_s / best_s > (gap_frac if len(problem.units) <= DEEP_UNITS else max(gap_frac, DEEP_GAP_FRAC)):
+        start = min(candidates, key=lambda plan: simulate(problem, plan).step_s, default=None)
+        bound_s = outcome.bound_s
         outcome = _run(problem, model, v, start=start, time_limit_s=until_s - time.monotonic(), gap_frac=gap_frac)
-        outcome = replace(outcome, bound_s=max(outcome.bound_s or 0.0, relaxed.bound_ms / 1e3))
-    if outcome.plan is not None:
-        candidates.append(outcome.plan)
+        outcome = replace(outcome, bound_s=max(outcome.bound_s or 0.0, bound_s))
+        candidates += [outcome.plan] if outcome.plan is not None else []
     return outcome, [plan for plan in candidates if fits(problem, plan)]
 
 
 def _find_patterns(problem: PlacementProblem, v: variables.Variables, relaxed: Relaxed) -> list[PlacementPlan]:
     """Patterns from the relaxation's mixture; with fewer ways to save at first, which are found more easily."""
     lean = leanest_plan(problem)
-    starts = [rounded(problem, v, relaxed, lean)]
     simple = replace(
         problem.capabilities,
         strategies=problem.capabilities.strategies - {Activations.ATTENTION, Activations.MATMULS},
         offloaded_saved=False,
     )
-    found = []
+    found = [search_patterns(problem, rounded(problem, v, relaxed, lean))]
     if simple != problem.capabilities:
         plain = replace(problem, capabilities=simple)
         model, columns = build_program(plain)
         _configure(model)
         fewer = relax(model)
-        if fewer is not None:
-            starts += [search_patterns(plain, rounded(plain, columns, fewer, lean)) or lean]
-            found = starts[1:]
-    return [plan for plan in (*found, *(search_patterns(problem, start) for start in starts)) if plan is not None]
+        start = fewer and search_patterns(plain, rounded(plain, columns, fewer, lean))
+        found += [start, search_patterns(problem, start)] if start else []
+    return [plan for plan in found if plan is not None]
 
 
 def _gap_frac(outcome: Outcome, step_s: float) -> float | None:

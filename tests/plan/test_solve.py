@@ -146,7 +146,9 @@ def test_never_slower_than_greedy_and_within_budget(extra_mib, accumulation):
 
 
 def test_the_same_inputs_give_the_same_plan():
-    request = PlanRequest(max_tokens=2048, gpu_budget_bytes=GIB + 300 * MIB)
+    # A search that ends before its time does.
+    fewer = Capabilities(offloaded_boundaries=True)
+    request = PlanRequest(max_tokens=2048, gpu_budget_bytes=GIB + 300 * MIB, capabilities=fewer)
     first, second = (solve_plan(builders.model(8), builders.hardware(), request).to_json() for _ in range(2))
     assert first == second
 

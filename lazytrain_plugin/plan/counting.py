@@ -1,0 +1,125 @@
+"""Branches on how many units have each home, strategy and so on, instead of on single units.
+
+The layers of a decoder are alike: that unit 17 is not resident says nothing, its neighbour will be. That 7 or 8 are
+does, and so does where the head's states rest. Each node is the relaxation with such counts bounded, solved from the
+last node's basis. The lowest bound among the open nodes holds for the whole program.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from dataclasses import dataclass
+
+import highspy
+
+from lazytrain_plugin.plan.names import name
+from lazytrain_plugin.plan.problem import PlacementProblem
+from lazytrain_plugin.plan.relaxation import Relaxed, solve_relaxation
+from lazytrain_plugin.plan.variables import Variables
+
+INTEGRAL = 1e-4
+"""How close to a whole number is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """A sum of choices that is a whole number: one column, or a row that adds columns up."""
+
+    index: int
+    is_row: bool
+    columns: tuple[int, ...]
+    weight: float
+    """Branching goes to the count with the largest weight times distance from a whole number."""
+
+    def value(self, values: list[float]) -> float:
+        return sum(values[column] for column in self.columns)
+
+
+class CountBounds:
+    """The search over counts. Changes bounds of the model while it runs, and puts them back."""
+
+    def __init__(self, problem: PlacementProblem, model: highspy.Highs, v: Variables) -> None:
+        self._model = model
+        self._counts = list(self._stem_counts(problem, v)) + list(self._unit_counts(problem, v))
+        self.deepest: Relaxed | None = None
+        """The relaxation of the first node whose counts are all whole."""
+        self.num_nodes = 0
+
+    def raise_bound(self, root: Relaxed, enough_ms: float, *, until_s: float, max_nodes: int) -> float:
+        """The best bound in ms that the search proves.
+
+        Args:
+            enough_ms: the search ends when it is proven that no placement is faster than this.
+            until_s: on `time.monotonic`'s clock.
+        """
+        nodes: list[tuple[float, int, dict[int, tuple[float, float]], list[float]]] = [
+            (root.bound_ms, 0, {}, root.values)
+        ]
+        closed_ms = math.inf
+        self._model.setOptionValue("solve_relaxation", True)
+        applied: dict[int, tuple[float, float]] = {}
+        while nodes and nodes[0][0] < min(enough_ms, closed_ms):
+            if time.monotonic() > until_s or self.num_nodes >= max_nodes:
+                break
+            bound_ms, _, bounds, values = heapq.heappop(nodes)
+            place, value = self._most_fractional(values)
+            if place is None:
+                # All counts are whole: what is left is in which order, and no branch on counts can say more.
+                closed_ms = min(closed_ms, bound_ms)
+                continue
+            low, high = bounds.get(place, (0.0, float(len(self._counts[place].columns))))
+            for limits in ((low, math.floor(value)), (math.ceil(value), high)):
+                child = {**bounds, place: limits}
+                self._apply(child, applied)
+                applied = child
+                self.num_nodes += 1
+                relaxed = solve_relaxation(self._model)
+                if relaxed is not None:
+                    child_ms = max(bound_ms, relaxed.bound_ms)
+                    heapq.heappush(nodes, (child_ms, self.num_nodes, child, relaxed.values))
+                    if self.deepest is None and self._most_fractional(relaxed.values)[0] is None:
+                        self.deepest = relaxed
+        self._apply({}, applied)
+        self._model.setOptionValue("solve_relaxation", False)
+        self._model.clearSolver()
+        return min(closed_ms, nodes[0][0] if nodes else enough_ms)
+
+    def _most_fractional(self, values: list[float]) -> tuple[int | None, float]:
+        best, best_score, best_value = None, 0.0, 0.0
+        for place, count in enumerate(self._counts):
+            value = count.value(values)
+            distance = abs(value - round(value))
+            if distance > INTEGRAL and distance * count.weight > best_score:
+                best, best_score, best_value = place, distance * count.weight, value
+        return best, best_value
+
+    def _apply(self, bounds: dict[int, tuple[float, float]], applied: dict[int, tuple[float, float]]) -> None:
+        for place in {**applied, **bounds}:
+            count = self._counts[place]
+            low, high = bounds.get(place, (0.0, float(len(count.columns))))
+            change = self._model.changeRowBounds if count.is_row else self._model.changeColBounds
+            change(count.index, low, high)
+
+    @staticmethod
+    def _stem_counts(problem: PlacementProblem, v: Variables):
+        for cost, columns in zip(problem.stem, zip(v.stem_on_gpu, v.stem_streams)):
+            # Small tensors are not worth a branch.
+            weight = 100.0 if cost.num_trainable > 1e-3 * sum(unit.num_trainable for unit in problem.units) else 0.0
+            for column in columns:
+                if not isinstance(column, int):
+                    yield _Count(column.index, False, (column.index,), weight)
+
+    def _unit_counts(self, problem: PlacementProblem, v: Variables):
+        groups = {f"num_{home}": columns for home, columns in v.homes.items()}
+        for choice in dict.fromkeys(choice for choices in v.saved for choice in choices):
+            groups["num_" + "_".join(choice)] = [choices.get(choice, 0) for choices in v.saved]
+        groups["num_boundary_cpu"] = v.boundary_on_cpu
+        for label, columns in groups.items():
+            present = [column for column in columns if not isinstance(column, int)]
+            if len(present) < 2:
+                continue
+            row = self._model.getNumRow()
+            self._model.addConstr(sum(present) <= len(present), name=name(label))
+            yield _Count(row, True, tuple(column.index for column in present), 1.0)
