@@ -106,7 +106,7 @@ def config(arguments: argparse.Namespace) -> dict:
                 "pin_memory": arguments.device == "cuda",
                 "pipeline_read": True,
                 "pipeline_write": True,
-                "buffer_count": 5,
+                "buffer_count": 12,  # gradient and three states of the unit before, this one and the next
             },
             "overlap_comm": True,
             "contiguous_gradients": True,

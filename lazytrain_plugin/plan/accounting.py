@@ -67,10 +67,11 @@ def unit_bytes(cost: UnitCost, unit: UnitPlan) -> dict[str, int]:
     if not cost.num_trainable:
         return rest
     rest[unit.states] += cost.rest_state_bytes
-    # Sums over micro-batches are kept by who adds them up; a disk is too slow for it.
-    rest["gpu" if unit.states == Tier.GPU else "cpu"] += cost.accumulator_bytes
+    # Sums over micro-batches rest where the gradients do.
+    off_gpu = Tier.NVME if unit.gradients == Tier.NVME else Tier.CPU
+    rest[Tier.GPU if unit.states == Tier.GPU else off_gpu] += cost.accumulator_bytes
     if sends_gradients(cost, unit):
-        rest["cpu"] += cost.gradient_rest_bytes
+        rest[off_gpu] += cost.gradient_rest_bytes
     if unit.weights == Tier.GPU and unit.updater == Updater.CPU:
         # The update writes a host mirror of the weights; one copy then brings it to the GPU.
         rest["cpu"] += cost.weight_bytes
@@ -109,9 +110,11 @@ def nvme_bytes_allowed_per_step(problem: PlacementProblem) -> float:
 
 
 def nvme_written_bytes(problem: PlacementProblem, plan: PlacementPlan) -> int:
-    """What one step writes to NVMe: new weights and states of what rests there."""
+    """What one step writes to NVMe: new weights and states of what rests there, gradients, and every forward's
+    activations."""
     pairs = (*zip(problem.units, plan.units), *zip(problem.stem, plan.stem))
-    return sum(nvme_staged_bytes(cost, unit) for cost, unit in pairs if cost.num_trainable)
+    activations = problem.accumulation_steps * _offloaded_to(list(zip(problem.units, plan.units)), Tier.NVME)
+    return activations + sum(nvme_staged_bytes(cost, unit) for cost, unit in pairs if cost.num_trainable)
 
 
 def state_slot_bytes(problem: PlacementProblem, plan: PlacementPlan) -> int:
@@ -148,7 +151,10 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     for tier, name in (("cpu", "offloaded activations"), ("nvme", "activations")):
         lines[tier][name] = _offloaded_to(pairs, Tier(tier))
     staged = [nvme_staged_bytes(cost, unit) for cost, unit in (*pairs, *zip(problem.stem, plan.stem))]
-    cpu["NVMe slots"] = min(plan.nvme_slots, sum(size > 0 for size in staged)) * max(staged, default=0)
+    passing = [_offloaded_to([pair], Tier.NVME) for pair in pairs] if lines["nvme"]["activations"] else []
+    cpu["NVMe slots"] = sum(
+        min(plan.nvme_slots, sum(size > 0 for size in sizes)) * max(sizes, default=0) for sizes in (staged, passing)
+    )
     cpu["reserve"] = problem.cpu_reserve_bytes
     saving = sum(cpu.values()) + problem.save_bytes - cpu["offloaded activations"]
     outside = {"checkpoint": {"cpu": saving}}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lazytrain_plugin.plan.accounting import account, windows
+from lazytrain_plugin.plan.accounting import account, nvme_written_bytes, windows
 from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, build_problem
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
@@ -158,6 +158,22 @@ def test_offloaded_activations_leave_the_gpu_but_for_a_ring():
     both = lean.with_units(boundary=Tier.CPU, activations=Activations.KEEP, saved=Tier.CPU)
     assert account(problem, both).cpu["offloaded activations"] == 3 * (boundary + kept)
     assert account(problem, both).gpu["activation slots"] == 2 * (boundary + kept)
+
+
+def test_nvme_holds_gradients_and_activations_where_a_plan_says_so():
+    """Host memory has a few staging buffers of each: `nvme_slots`, no more than there are units."""
+    problem = problem_of(accumulation_steps=2)
+    lean = leanest_plan(problem)
+    on_disk = account(problem, replace(lean, nvme_slots=2).with_units(states=Tier.NVME, gradients=Tier.NVME))
+    assert on_disk.nvme == {"units: weights and states": 3 * LAYER * (10 + 2 + 4)}
+    assert on_disk.cpu["units: weights and states"] == 3 * LAYER * 2
+    assert on_disk.cpu["NVMe slots"] == 2 * LAYER * (10 + 2 + 4)
+    plan = replace(lean, nvme_slots=2).with_units(boundary=Tier.NVME)
+    boundary = problem.units[0].boundary_bytes
+    activations = account(problem, plan)
+    assert activations.nvme == {"activations": 3 * boundary}
+    assert activations.cpu["NVMe slots"] == 2 * boundary and "offloaded activations" not in activations.cpu
+    assert nvme_written_bytes(problem, plan) == 2 * 3 * boundary
 
 
 def test_nvme_holds_states_and_weights_but_no_gradients():
