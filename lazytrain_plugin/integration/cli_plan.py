@@ -15,7 +15,6 @@ from lazytrain_plugin.errors import ConfigError, LazyTrainError
 from lazytrain_plugin.integration.cli_nodes import cluster_of, explain_cluster
 from lazytrain_plugin.integration.meta_model import profile_from_config
 from lazytrain_plugin.integration.profile_tables import hardware_table, model_table
-from lazytrain_plugin.plan.advice import fidelity_advice
 from lazytrain_plugin.plan.check import check_plan, problem_of
 from lazytrain_plugin.plan.explain import explain_plan, explain_unit, find_unit
 from lazytrain_plugin.plan.explain_measured import explain_measured, planned_events
@@ -124,8 +123,6 @@ def plan_command(
             console.print(f"activation bytes are an upper estimate ({profile.estimate})", style="yellow")
         have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
         console.print(explain_plan(plan, ledger=ledger, have_bytes=have, times=simulate(problem, plan)))
-        for line in fidelity_advice(plan, profile, machine, request):
-            console.print(line, style="cyan", highlight=False)
         if cluster is not None:
             console.print(explain_cluster(problem, plan, cluster))
         if trace is not None:

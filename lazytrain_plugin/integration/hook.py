@@ -121,8 +121,6 @@ def _patch_initialize(deepspeed: ModuleType) -> None:
         )
         if small := small_shared_memory():
             logger.warning("/dev/shm is %s: %s", small, SHM_REMEDY)
-        if small := small_shared_memory():
-            logger.warning("/dev/shm is %s: %s", small, SHM_REMEDY)
         if config.gradient_comm != GradientCommConfig():
             logger.info("gradient_comm: one rank has nobody to exchange gradients with, so it changes nothing here")
         return engine_and_rest

@@ -99,7 +99,7 @@ def _search(problem: PlacementProblem) -> tuple[PlacementPlan, float] | None:
     """
     if not problem.has_gpu:
         # One tier: only activations are left to decide.
-        plan = save_what_fits(problem, leanest_plan(problem))
+        plan = _save_what_fits(problem, leanest_plan(problem))
         return (plan, simulate(problem, plan).step_s) if fits(problem, plan) else None
     best: tuple[PlacementPlan, float] | None = None
     num_units = len(problem.units)
@@ -118,7 +118,7 @@ def _search(problem: PlacementProblem) -> tuple[PlacementPlan, float] | None:
                         plan = _plan(problem, replace(variant, stem_on_gpu=stem_on_gpu, resident=resident))
                         if not fits(problem, plan):
                             continue
-                        plan = save_what_fits(problem, plan)
+                        plan = _save_what_fits(problem, plan)
                         step_s = simulate(problem, plan).step_s
                         if step_s < best_count_s:
                             best_count, best_count_s = count, step_s
@@ -139,7 +139,7 @@ def _promising(problem: PlacementProblem, variants: list[_Layout]) -> list[_Layo
             for stem in (0, len(problem.stem)):
                 plan = _plan(problem, replace(variant, stem_on_gpu=stem, resident=_first(count)))
                 if fits(problem, plan):
-                    times_s.append(simulate(problem, save_what_fits(problem, plan), steps=2).step_s)
+                    times_s.append(simulate(problem, _save_what_fits(problem, plan), steps=2).step_s)
         ranked.append((min(times_s), index))
     if all(step_s == float("inf") for step_s, _ in ranked):
         return variants
@@ -232,7 +232,7 @@ def empty_plan(problem: PlacementProblem, units: Sequence[UnitPlan], stem: Seque
     )
 
 
-def save_what_fits(problem: PlacementProblem, plan: PlacementPlan) -> PlacementPlan:
+def _save_what_fits(problem: PlacementProblem, plan: PlacementPlan) -> PlacementPlan:
     """Saves activations on the GPU, of as many units as fit, from the last on: backward frees those first, so that the
     widest recompute of the others finds its memory again. Each strategy may come first; those that save less follow."""
     strategies = [a for a in reversed(Activations) if a in problem.capabilities.strategies][:-1]

@@ -116,7 +116,6 @@ class TestMachine:
         assert found["host memory"].detail.startswith("32.0 GiB usable of 64.0 GiB")
 
     @pytest.mark.parametrize(("mib", "says"), [(64, "64.0 MiB"), (None, "missing"), (8192, None)])
-    @pytest.mark.parametrize(("mib", "says"), [(64, "64.0 MiB"), (None, "missing"), (8192, None)])
     def test_small_shared_memory(self, monkeypatch, mib, says):
         """S-43: loader workers and ranks die there with a bus error and no word."""
 
