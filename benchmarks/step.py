@@ -71,6 +71,8 @@ def main() -> None:
     set_launch_variables(arguments.device)
     from shapes import build_model
 
+    if arguments.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(0)
     # Random numbers are made fast on the device; then the model is where a loaded one would be.
     model = build_model(arguments.shape, arguments.device, layers=arguments.layers).to("cpu")
@@ -82,7 +84,9 @@ def main() -> None:
         clock = Clock(arguments)
         run = run_trainer if arguments.through_trainer else run_loop
         engine, losses = run(arguments, model, config, clock)
-    print(json.dumps(report(arguments, engine, clock, losses, num_parameters)), flush=True)
+    result = report(arguments, engine, clock, losses, num_parameters)
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(result), flush=True)
     engine.destroy()
     torch.distributed.destroy_process_group()
 
@@ -205,6 +209,7 @@ def run_loop(arguments: argparse.Namespace, model, config: dict, clock: Clock):
     clock.placed()
     device = torch.device(arguments.device)
     vocab_size = model.config.vocab_size
+    torch.manual_seed(1 + torch.distributed.get_rank())
     tokens = torch.randint(0, vocab_size, (arguments.accumulation, arguments.bs, arguments.seq), device=device)
     losses = []
     for _ in range(arguments.warmup + arguments.steps):
@@ -286,7 +291,8 @@ def report(arguments: argparse.Namespace, engine, clock: Clock, losses: list[flo
 
     spans = clock.elapsed()
     s_per_step = statistics.median(spans["total"])
-    num_tokens = arguments.bs * arguments.seq * arguments.accumulation
+    num_ranks = torch.distributed.get_world_size()
+    num_tokens = arguments.bs * arguments.seq * arguments.accumulation * num_ranks
     plan = engine.lazytrain.executor.plan
     if arguments.save_plan is not None:
         plan.save(arguments.save_plan)
@@ -295,6 +301,7 @@ def report(arguments: argparse.Namespace, engine, clock: Clock, losses: list[flo
         "system": "lazytrain" + ("-trainer" if arguments.through_trainer else ""),
         "shape": arguments.shape if arguments.layers is None else f"{arguments.shape}/{arguments.layers}",
         "parameters": num_parameters,
+        "ranks": num_ranks,
         "bs": arguments.bs,
         "seq": arguments.seq,
         "accumulation": arguments.accumulation,

@@ -128,10 +128,11 @@ ENGINE_METHODS_USED = {
     "load_universal_checkpoint": "",
     "optimizer_name": "",
     "optimizer_params": "",
+    "train_micro_batch_size_per_gpu": "",
 }
 ENGINE_ATTRIBUTES_USED = {
-    "_config", "config", "device", "engine_timers", "global_rank", "global_steps", "lr_scheduler", "module",
-    "optimizer", "seq_data_parallel_group", "tput_timer", "training_dataloader",
+    "_config", "config", "device", "engine_timers", "global_rank", "global_steps", "gradient_average", "lr_scheduler",
+    "module", "optimizer", "seq_data_parallel_group", "tput_timer", "training_dataloader",
 }  # fmt: skip
 
 OPTIMIZER_OVERRIDES = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch import distributed as dist
 
 from lazytrain_plugin.errors import CheckpointError
 from lazytrain_plugin.integration.checkpoint import (
@@ -18,6 +19,7 @@ from lazytrain_plugin.integration.checkpoint import (
     save_checkpoint,
 )
 from lazytrain_plugin.integration.checkpoint_folder import read_latest
+from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.state import TrainState
 
 
@@ -45,8 +47,8 @@ class CheckpointMixin:
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        _refuse_several_ranks()
-        save_checkpoint(
+        save = functools.partial(
+            save_checkpoint,
             self.lazytrain,
             self.module,
             save_dir,
@@ -61,6 +63,8 @@ class CheckpointMixin:
             exclude_frozen_parameters=exclude_frozen_parameters,
             save_latest=save_latest,
         )
+        # The first rank writes; it sees what all of them have.
+        together(self.lazytrain, lambda ranks: save() if ranks is None else ranks.from_first(save, "saving"))
         return True
 
     def load_checkpoint(
@@ -81,7 +85,6 @@ class CheckpointMixin:
         Raises:
             CheckpointError: the checkpoint is missing, torn or of another model.
         """
-        _refuse_several_ranks()
         if custom_load_fn is not None:
             raise CheckpointError("custom_load_fn is not supported; load the checkpoint, then edit engine.module")
         if self.load_universal_checkpoint():
@@ -92,7 +95,8 @@ class CheckpointMixin:
         if tag is None and read_latest(Path(load_dir)) is None:
             logger.warning("no file 'latest' in %s, so nothing is loaded; pass a tag if there is one", load_dir)
             return None, None
-        loaded = load_checkpoint(
+        load = functools.partial(
+            load_checkpoint,
             self.lazytrain,
             self.module,
             load_dir,
@@ -104,6 +108,8 @@ class CheckpointMixin:
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
         )
+        # Every rank reads it, for what it has for itself; in memory that they share all write the same values.
+        loaded = together(self.lazytrain, lambda ranks: load())
         self.lazytrain.discard_gradients()  # of the run that was left
         for name, value in loaded.counters.items():
             setattr(self, name, value)
@@ -115,7 +121,6 @@ class CheckpointMixin:
         self, exclude_frozen_parameters: bool = False
     ) -> OrderedDict[str, Tensor] | None:
         """The model's state dict on the CPU, as Accelerate, Trainer and `save_16bit_model` ask for it."""
-        _refuse_several_ranks()
         return consolidated_state_dict(self.lazytrain, self.module, exclude_frozen_parameters=exclude_frozen_parameters)
 
     def _hyperparameter_groups(self) -> list[dict]:
@@ -127,8 +132,15 @@ class CheckpointMixin:
         return self.training_dataloader.data_sampler
 
 
-def _refuse_several_ranks() -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise CheckpointError(
-            f"checkpoints of {dist.get_world_size()} ranks are not supported yet; save and resume with one process"
-        )
+def together(state: TrainState, action: Callable[[RankGroup | None], Any]) -> Any:
+    """`action(ranks)` while every rank is here and at rest; None: there is one rank only."""
+    executor = getattr(state, "executor", None)
+    ranks = executor.ranks if executor is not None else None
+    if ranks is not None:
+        executor.share_changes()
+        state.flush()
+        ranks.barrier("start of a checkpoint")
+    result = action(ranks)
+    if ranks is not None:
+        ranks.barrier("end of a checkpoint")
+    return result

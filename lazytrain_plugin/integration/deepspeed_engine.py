@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
-from torch import distributed as dist
 from torch import nn
 
 from lazytrain_plugin.errors import ConfigError, LazyTrainError, UnsupportedModelError
@@ -23,6 +22,7 @@ from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
 from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
 from lazytrain_plugin.integration.plan_watch import PlanWatch
 from lazytrain_plugin.integration.planning import Planner, count_tokens
+from lazytrain_plugin.integration.several_ranks import AgreedPlanner, make_rank_group, refuse_for_several_ranks
 from lazytrain_plugin.integration.step_trace import finish_recording, record_steps
 from lazytrain_plugin.integration.training_request import nvme_tier
 from lazytrain_plugin.integration.watchdog import Watchdog
@@ -47,7 +47,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
     """A drop-in for `DeepSpeedEngine` at ZeRO stage 3, made by `deepspeed.initialize` under an enabled block.
 
     Raises:
-        ConfigError: more than one rank, or a config that LazyTrain can't honour.
+        ConfigError: a config that LazyTrain can't honour.
         UnsupportedModelError: the model can't be streamed exactly.
     """
 
@@ -61,11 +61,6 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
     # What DeepSpeed's constructor calls.
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise ConfigError(
-                f"LazyTrain trains on one process in this version, and this job has {dist.get_world_size()}; start it "
-                'with --num_processes 1, or set "lazytrain": {"enabled": false}'
-            )
         release_from_other_engines(model)
         refuse_special_parameters(model)
         super()._configure_distributed_model(model)
@@ -83,7 +78,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         """Weights are cast on their way home, so that the fp32 value can become the master."""
 
     def _broadcast_model(self) -> None:
-        """One rank."""
+        """The first placement gives every rank the first one's weights."""
 
     def _configure_basic_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer:
         # DeepSpeed would compile its fused Adam here; only its hyper-parameters are needed.
@@ -96,15 +91,20 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> LazyTrainOptimizer:
         config = self._lazytrain_config
         device = torch.device("cpu") if self.device.type == "cpu" else torch.device(self.device)
-        native.set_num_threads(config.optimizer.threads or native.default_num_threads(1))
+        ranks = make_rank_group(self.seq_data_parallel_group, device, config)
+        local_size = 1 if ranks is None else ranks.local_size
+        native.set_num_threads(config.optimizer.threads or native.default_num_threads(local_size))
         refuse_parameters_of_others(optimizer, self.module)
         updater = make_updater(optimizer, config.optimizer.implementation)
+        if ranks is not None:
+            refuse_for_several_ranks(updater, config)
         found = discover(self.module)
         logger.info(found.statement(has_gpu=device.type == "cuda"))
         self._modules_around_units = modules_around(self.module, [unit.name for unit in found.units])
         refuse_compiled(self._modules_around_units)
         turn_off_gradient_checkpointing(self.module)
-        self._planner = Planner(
+        make_planner = functools.partial(
+            Planner,
             config,
             self.module,
             found,
@@ -114,7 +114,9 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             accumulation_steps=self.gradient_accumulation_steps(),
             native=updater is None or updater.native,
             least_tokens=self.train_micro_batch_size_per_gpu(),
+            ranks=ranks,
         )
+        self._planner = make_planner() if ranks is None else AgreedPlanner(ranks, make_planner)
         executor = Executor(
             self.module,
             found,
@@ -125,10 +127,13 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             side_outputs=RecordedOutputs(),
             prepare_inputs=drop_caches,
             nvme=nvme_tier(config),
+            ranks=ranks,
+            average_gradients=self.gradient_average,
         )
         self._watchdog = Watchdog(config.watchdog_s, self.global_rank)
         self._plan_watch = PlanWatch(executor, self.gradient_accumulation_steps())
-        record_steps(config.trace, executor, self._planner)
+        if ranks is None or ranks.is_first:
+            record_steps(config.trace, executor, self._planner)
         self._place(executor, self._planner.first_plan())
         if config.fused_kernels and device.type == "cuda":
             fused.apply_fused_kernels(self.module, device)
@@ -150,7 +155,8 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             )
         self._refuse_new_parameters()
         refuse_compiled(self._modules_around_units)
-        if self.module.training and torch.is_grad_enabled():
+        training = self.module.training and torch.is_grad_enabled()
+        if training:
             num_tokens = count_tokens(inputs, kwargs)
             plan = self._planner.plan_for(num_tokens)
             if plan is None and self._window_begins:
@@ -161,7 +167,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             self._window_begins = False
         else:
             self._plan_watch.disturb()
-        executor.begin_forward()
+        executor.begin_forward(training=training)
         with self._watchdog.phase("forward"):
             return super().forward(*inputs, **kwargs)
 
@@ -205,7 +211,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             self._stop_timers(self.engine_timers.forward_timers)
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """One rank: gradients are where they belong already."""
+        """Gradients are where they belong already."""
         self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
@@ -218,7 +224,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """One rank: there is nothing to hold back."""
+        """Gradients leave the GPU at once and are summed at home, so that nothing can be held back."""
         yield
 
     def flush(self) -> None:

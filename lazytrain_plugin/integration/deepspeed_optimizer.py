@@ -93,13 +93,13 @@ class LazyTrainOptimizer(ZeROOptimizer):
         raise NotImplementedError("optimizer states are loaded with engine.load_checkpoint (or accelerator.load_state)")
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """One rank: nothing to reduce."""
+        """Gradients are reduced while backward runs, and what is left in `backward_epilogue`."""
 
     def backward_prologue(self) -> None:
         pass
 
     def backward_epilogue(self, **kwargs: Any) -> None:
-        pass
+        self._executor.end_backward()
 
     def refresh_fp32_params(self) -> None:
         """Masters take the value of weights that were loaded into the module."""

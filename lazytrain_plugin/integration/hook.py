@@ -121,7 +121,7 @@ def _patch_initialize(deepspeed: ModuleType) -> None:
         )
         if small := small_shared_memory():
             logger.warning("/dev/shm is %s: %s", small, SHM_REMEDY)
-        if config.gradient_comm != GradientCommConfig():
+        if config.gradient_comm != GradientCommConfig() and engine_and_rest[0].world_size == 1:
             logger.info("gradient_comm: one rank has nobody to exchange gradients with, so it changes nothing here")
         return engine_and_rest
 

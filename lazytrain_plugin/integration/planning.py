@@ -12,6 +12,7 @@ from torch import nn
 
 from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import LazyTrainError, PlanMismatchError
+from lazytrain_plugin.integration import several_ranks
 from lazytrain_plugin.integration.plan_cache import PlanCache
 from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.training_request import training_machine, training_request
@@ -26,6 +27,7 @@ from lazytrain_plugin.plan.summary import summarize_plan
 from lazytrain_plugin.plan.timeline import build_timeline
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.runtime.discovery import Discovery
+from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.vocab import Fidelity, Tier, Updater
 
 logger = logging.getLogger(__name__)
@@ -53,8 +55,10 @@ class Planner:
         accumulation_steps: int,
         native: bool = True,
         least_tokens: int = 1,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._config = config
+        self._ranks = ranks
         self._discovery = discovery
         self._device = device
         self._state_bits = state_bits
@@ -65,7 +69,7 @@ class Planner:
         self.request: PlanRequest | None = None
         self._search: BackgroundSolve | None = None
         self._current: PlacementPlan | None = None
-        self._swaps_left = MOST_SWAPS if config.plan.adapt else 0
+        self._swaps_left = MOST_SWAPS if config.plan.adapt and ranks is None else 0
         self._cache = PlanCache(enabled=config.plan.cache)
         self._fixed = self._load_fixed_plan()
         if self._fixed is None:
@@ -76,7 +80,10 @@ class Planner:
                 fused_kernels=config.fused_kernels and device.type == "cuda",
                 dtypes=dtypes,
             )
-            self._measured_hardware = training_machine(config, device, native=native)
+            local_size = 1 if ranks is None else ranks.local_size
+            self._measured_hardware = training_machine(config, device, native=native, local_world_size=local_size)
+            if ranks is not None:
+                self._measured_hardware = several_ranks.shared_hardware(self._measured_hardware, ranks)
             self.hardware = self._measured_hardware
             """As measured, or as steps of this model have shown it since."""
 
@@ -150,13 +157,16 @@ class Planner:
         return plan
 
     def _request_for(self, num_tokens: int) -> PlanRequest:
-        return training_request(
+        request = training_request(
             self._config,
             num_tokens,
             state_bits=self._state_bits,
             accumulation_steps=self._accumulation_steps,
             native=self._native,
         )
+        if self._ranks is not None:
+            request = replace(request, capabilities=several_ranks.shared_capabilities(request.capabilities))
+        return request
 
     def _announce(self, plan: PlacementPlan, remark: str) -> None:
         problem = self.problem()

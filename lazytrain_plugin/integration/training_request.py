@@ -25,12 +25,19 @@ UPDATE_SAMPLES = 5
 """Of the CPU update, the fastest counts: threads that just woke up made a single one up to 40 % slow."""
 
 
-def training_machine(config: LazyTrainConfig, device: torch.device, *, native: bool) -> HardwareProfile:
+def training_machine(
+    config: LazyTrainConfig, device: torch.device, *, native: bool, local_world_size: int = 1
+) -> HardwareProfile:
     """This machine as training finds it, with the disk of the configured folders if plans may use it.
+
+    Args:
+        local_world_size: ranks among which its memory and cores are divided.
 
     Errors: as `nvme_fields`.
     """
-    machine = measure_hardware(device, cpu_update_parameters_per_s=measure_update_rate)
+    machine = measure_hardware(
+        device, cpu_update_parameters_per_s=measure_update_rate, local_world_size=local_world_size
+    )
     if not _uses_nvme(config, native):
         return machine
     if not machine.has_gpu:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import logging
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
 
-from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.plan.result import PlacementPlan
-from lazytrain_plugin.runtime import streamed_module
+from lazytrain_plugin.runtime import placing, streamed_module
 from lazytrain_plugin.runtime.activation_store import ActivationStore
-from lazytrain_plugin.runtime.cpu_update import update_on_cpu
+from lazytrain_plugin.runtime.cpu_update import CpuUpdates
 from lazytrain_plugin.runtime.discovery import Discovery
+from lazytrain_plugin.runtime.gradient_exchange import GradientExchange
 from lazytrain_plugin.runtime.gradients import GradientSink
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import UnitTensor
@@ -27,6 +25,8 @@ from lazytrain_plugin.runtime.nvme.activations import NvmeActivations
 from lazytrain_plugin.runtime.nvme.stores import NvmeStores
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.outside_changes import OutsideChanges
+from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.shared_updates import SharedUpdates
 from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
 from lazytrain_plugin.runtime.slots import Outbox, WeightSlots
 from lazytrain_plugin.runtime.streamed_updates import StreamedUpdates
@@ -35,8 +35,6 @@ from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.unit_table import UnitTable
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, read_scalars
 from lazytrain_plugin.runtime.worker import UpdateWorker
-
-logger = logging.getLogger(__name__)
 
 
 class Executor:
@@ -53,6 +51,9 @@ class Executor:
         prepare_inputs: changes a unit's arguments before a differentiable run (drops caches).
         nvme: where a plan's NVMe tier is; the executor closes it.
         transfer_delay_s: makes every transfer late; for race tests.
+        ranks: who trains this model together; every one of them makes an executor at the same point, and then calls
+            `place`, `begin_forward` for training, `end_backward` and `step` as the others do. None: one rank.
+        average_gradients: over ranks; False: the sum.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class Executor:
         prepare_inputs: Callable[[tuple, dict], tuple[tuple, dict]] | None = None,
         nvme: NvmeTier | None = None,
         transfer_delay_s: float = 0.0,
+        ranks: RankGroup | None = None,
+        average_gradients: bool = True,
     ) -> None:
         self.model = model
+        self.ranks = ranks
         self.device = device
         self.optimizer = optimizer
         self.updater = updater
@@ -93,13 +97,17 @@ class Executor:
         if nvme is not None:
             self.activations.nvme = NvmeActivations(self.streams, nvme)
         self._streamed_updates = StreamedUpdates(self.streams)
+        if ranks is None:
+            self._arrivals, self._updates = self._sink, CpuUpdates(self, self._nvme)
+        else:
+            self._arrivals = GradientExchange(ranks, self._sink, self.streams, self._table, average=average_gradients)
+            self._updates = SharedUpdates(self, self._nvme, ranks)
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         groups = self.optimizer.param_groups if self.optimizer is not None and self.updater is not None else []
-        table = UnitTable(self.model, discovery, dtypes, groups)
+        table = self._table = UnitTable(self.model, discovery, dtypes, groups)
         self.units, self.stem, self.owner = table.units, table.stem, table.owner
         self.trained_tensors, self.update_order = table.trained_tensors, table.update_order
-        self._frozen_in_groups = table.frozen_in_groups
         self._position = {unit: i for i, unit in enumerate(self.units)}
 
     @property
@@ -121,32 +129,22 @@ class Executor:
         native = isinstance(self.updater, NativeAdamW)
         self._streamed_updates.check(plan, native=native or self.updater is None)
         self._slots = None
+        if self.ranks is not None:
+            placing.refuse_for_several_ranks(plan)
+        placing.sum_up(self.all_units, plan, self._sink, self.ranks)
         self._nvme.begin(plan, self.all_units)
         for unit in self.all_units:
             unit_plan, before = plan.unit(unit.name), unit.home
             if before is not None and before.fits(unit_plan):
                 before.plan = unit_plan
                 continue
-            home = UnitHome(unit.layout, unit_plan, self.device, native=native, nvme=self._nvme)
-            if before is None:
-                for tensor in unit.layout.tensors:
-                    data = tensor.parameter.data
-                    dense = data.stride() == tensor.stride
-                    home.write_master(tensor, data.as_strided((tensor.numel,), (1,)) if dense else data.reshape(-1))
-                    tensor.parameter.data = home.views[tensor]
-            else:
-                if unit.arrived:
-                    self._sink.sum_up(unit)
-                home.copy_from(before)
-                home.take_sums(before, unit.arrived)
-                unit.gradient_event = self.streams.record()
-                before.release()
-            unit.home = home
-            unit.point_home()
-            home.let_go()
+            home = UnitHome(unit.layout, unit_plan, self.device, native=native, nvme=self._nvme, ranks=self.ranks)
+            placing.move(unit, home, self.streams.record)
         self._nvme.end(self.all_units)
         if before_first := self.plan is None:
             self._install()
+            if self.ranks is not None:
+                placing.begin_alike(self.all_units, self.ranks)
         self.plan = plan
         self._make_slots(plan)
         if before_first and self.streams.is_cuda:
@@ -263,32 +261,34 @@ class Executor:
     def deliver(self, unit: Unit, gradients: list[tuple[UnitTensor, torch.Tensor]]) -> None:
         """Takes what one backward of a unit produced; shared tensors go to the unit that owns them."""
         own = [(tensor, gradient) for tensor, gradient in gradients if self.owner[tensor.parameter][0] is unit]
-        self._sink.deliver(unit, own)
+        self._arrivals.deliver(unit, own)
         for tensor, gradient in gradients:
             owner = self.owner[tensor.parameter][0]
             if owner is not unit:
-                self._sink.deliver(owner, [(tensor, gradient)])
+                self._arrivals.deliver(owner, [(tensor, gradient)])
 
     def _take_gradient(self, unit: Unit, tensor: UnitTensor, parameter: nn.Parameter) -> None:
         """A gradient from outside every unit's node: all of a stem weight's, and a penalty's on a streamed weight."""
         gradient, parameter.grad = parameter.grad, None
-        self._sink.deliver(unit, [(tensor, gradient.to_dense() if gradient.is_sparse else gradient)])
+        self._arrivals.deliver(unit, [(tensor, gradient.to_dense() if gradient.is_sparse else gradient)])
+
+    def end_backward(self) -> None:
+        """Called after each backward."""
+        self._arrivals.end_backward()
 
     def discard_gradients(self) -> None:
         """Forgets the gradients of a window that is not going to be stepped."""
-        self._sink.discard([unit for unit in self.all_units if unit.arrived])
+        self._arrivals.discard([unit for unit in self.all_units if unit.arrived])
 
-    def begin_forward(self) -> None:
-        """Called before the model runs: books the time since the last gradient, and takes over changed weights."""
+    def begin_forward(self, *, training: bool = True) -> None:
+        """Called before the model runs: books the time since the last gradient, and takes over changed weights.
+
+        `training`: every rank calls it. Other forwards are each rank's own.
+        """
         self._end_interrupted_leases()
         self.streams.run_backward_on_one_thread(True)
-        for name, parameter in self._frozen_in_groups:
-            if parameter.requires_grad:
-                raise UnsupportedModelError(
-                    f"{name} was frozen when the engine was made and is to be trained now: it has no optimizer states. "
-                    "Unfreeze it first, then make the Trainer (or the engine)"
-                )
-        self._outside.before_forward()
+        self._table.refuse_unfrozen()
+        self._outside.before_forward(self.ranks if training else None)
         if self._idle_since is not None and self.streams.is_cuda:
             self.streams.trace.add_events("step", self._idle_since, self.streams.record(timing=True))
         self._idle_since = None
@@ -311,20 +311,15 @@ class Executor:
             The norm before clipping, and whether the step is applied: a non-finite gradient skips it.
         """
         self._idle_since = self.streams.record(timing=True)
+        self.share_changes()
         self._outside.before_update()
-        self._sink.complete_norms([unit for unit in self.all_units if unit.arrived])
-        norm = self._norm.finish()
+        norm = self._arrivals.complete(self.all_units)
         self.streams.trace.end_step()
         arrivals = {unit: unit.arrived for unit in self.update_order if unit.arrived}
         for unit in arrivals:
             unit.arrived = {}
-        if norm.bad_tensors or not math.isfinite(norm.total):
-            shown = ", ".join(norm.bad_tensors[:3]) + (", ..." if len(norm.bad_tensors) > 3 else "")
-            logger.warning(
-                "step skipped: non-finite gradients in %d tensors (%s); weights and optimizer states are unchanged",
-                len(norm.bad_tensors),
-                shown or "their sum overflows",
-            )
+        if not norm.is_finite:
+            norm.report()
             for unit in arrivals:
                 unit.home.drop_gradients()
             return norm, False
@@ -344,8 +339,7 @@ class Executor:
                 unit.home.drop_gradients()
             else:
                 self.forget_copies(unit)
-                work = partial(update_on_cpu, self, self._nvme, unit, arrived, scalars, gradients_done)
-                ticket = self.worker.submit(work, f"optimizer update of {unit.name}")
+                ticket = self._updates.submit(unit, arrived, scalars, gradients_done)
                 unit.mark_pending(ticket, resolve)
         if self._slots is not None and self._streamed_updates.queued:
             first = self._streamed[: self._num_slots]
@@ -359,6 +353,12 @@ class Executor:
             self._slots.drop(unit)
         if unit.home.nvme_weights is not None:
             unit.home.nvme_weights.forget_staged()
+
+    def share_changes(self) -> None:
+        """Several ranks, all here: weights that were changed from outside in one of them change for all."""
+        if self.ranks is not None and self.plan is not None:
+            self._outside.take_over()
+            self._outside.share(self.ranks)
 
     def flush(self) -> None:
         """Waits until every update is done and every parameter shows its new value; takes changed weights over."""
@@ -383,6 +383,7 @@ class Executor:
             self._wait()
         finally:
             self.worker.close()
+            self._updates.close()
             for hook in self._hooks:
                 hook.remove()
             self._hooks = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,22 +78,28 @@ class GradientFormat:
         encode_gradient(raw, coded)
         return coded
 
-    def pieces(self, raws: Raw) -> list[tuple[int, torch.Tensor]]:
+    def pieces(self, raws: Raw, starts: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
         """What is sent home of `raws`: (offset in bytes in the flat of arrivals, contiguous tensor on their device).
 
         Codes are made on the current stream; neighbours share pieces.
+
+        Args:
+            starts: index of the first given element in each tensor, a multiple of 256.
         """
         if not self.coded:
-            return [(tensor.gradient_offset_bytes, raw) for tensor, raw in raws]
+            return [
+                (tensor.gradient_offset_bytes + start * tensor.dtype.itemsize, raw)
+                for (tensor, raw), start in zip(raws, starts, strict=True)
+            ]
+        placed = [(tensor.state_offset + start, raw) for (tensor, raw), start in zip(raws, starts, strict=True)]
         pieces = []
-        for run in _neighbours(raws):
-            (first, raw), last = run[0], run[-1][0]
-            start = first.state_offset
-            coded = CodedGradient.empty(last.state_offset + last.numel - start, 8, raw.device)
-            for tensor, raw in run:
-                encode_gradient(raw, coded.part(tensor.state_offset - start, tensor.numel))
-            pieces.append((start, coded.codes))
-            pieces.append((self.layout.state_numel + 2 * (start // CODE_BLOCK), coded.steps))
+        for run in _neighbours(placed):
+            first, (last, last_raw) = run[0][0], run[-1]
+            coded = CodedGradient.empty(last + last_raw.numel() - first, 8, last_raw.device)
+            for place, raw in run:
+                encode_gradient(raw, coded.part(place - first, raw.numel()))
+            pieces.append((first, coded.codes))
+            pieces.append((self.layout.state_numel + 2 * (first // CODE_BLOCK), coded.steps))
         return pieces
 
     def ranges(self, first_element: int, numel: int, *, summed: bool) -> list[tuple[int, int]]:
@@ -132,13 +139,22 @@ def as_values(gradient: Gradient) -> torch.Tensor:
     return values
 
 
-def _neighbours(raws: Raw) -> list[Raw]:
-    """Gradients that lie side by side, so that they travel as one."""
-    runs: list[Raw] = []
+def part_of(gradient: Gradient, span: slice) -> Gradient:
+    """Elements of a gradient; `span` begins at a multiple of 256."""
+    if isinstance(gradient, CodedGradient):
+        return gradient.part(span.start, span.stop - span.start)
+    return gradient[span]
+
+
+def _neighbours(placed: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
+    """Gradients, given with the place of their first element, that lie side by side, so that they travel as one."""
+    runs: list[list[tuple[int, torch.Tensor]]] = []
     end = None
-    for tensor, raw in sorted(raws, key=lambda item: item[0].state_offset):
-        if tensor.state_offset != end:
+    for place, raw in sorted(placed, key=lambda item: item[0]):
+        if not raw.numel():
+            continue
+        if place != end:
             runs.append([])
-        runs[-1].append((tensor, raw))
-        end = align_up(tensor.state_offset + tensor.numel, ALIGNMENT_ELEMENTS)
+        runs[-1].append((place, raw))
+        end = align_up(place + raw.numel(), ALIGNMENT_ELEMENTS)
     return runs

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
 from lazytrain_plugin.plan.simulate import Resource
-from lazytrain_plugin.runtime.gradient_format import add_up
+from lazytrain_plugin.runtime.gradient_format import add_up, part_of
 from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.norms import GradientNorm, Squares
 from lazytrain_plugin.runtime.slots import Outbox
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Arrival, Unit
@@ -31,28 +33,31 @@ class GradientSink:
         self._norm = norm
         self.outbox = Outbox(streams, 1)
         # autograd has a thread per device: a penalty on weights at home is differentiated while units are.
-        self._one_delivery = threading.Lock()
+        self.one_delivery = threading.Lock()
         self.last_micro_batch = True
         """Whether the backward that runs now completes the optimizer step's gradients."""
 
     def deliver(self, unit: Unit, gradients: Gradients) -> None:
         """Takes gradients of one backward of one unit. Launches on the current (compute) stream."""
+        with self.one_delivery:
+            self.take(unit, [(tensor, in_storage_order(tensor, gradient)) for tensor, gradient in gradients])
+
+    def take(self, unit: Unit, gradients: Gradients) -> None:
+        """Takes gradients as 1-D in storage order: of each tensor, the elements that this rank updates."""
         if not gradients:
             return
-        with self._one_delivery:
-            if unit.home.states_on_gpu:
-                self._keep_on_gpu(unit, gradients)
-            else:
-                self._send_home(unit, gradients)
+        if unit.home.states_on_gpu:
+            self._keep_on_gpu(unit, gradients)
+        else:
+            self._send_home(unit, gradients)
 
     def _keep_on_gpu(self, unit: Unit, gradients: Gradients) -> None:
         for tensor, gradient in gradients:
             if unit.arrived.get(tensor) == Arrival.WHOLE:
                 unit.arrived[tensor] = Arrival.SUMMED
                 self._add_up(unit, tensor, first=True)
-            raw = in_storage_order(tensor, gradient)
-            first = self._arrive(unit, tensor, raw)
-            unit.home.keep_gradient(tensor, raw)
+            first = self._arrive(unit, tensor, gradient)
+            unit.home.keep_gradient(tensor, gradient)
             if unit.arrived[tensor] == Arrival.SUMMED:
                 self._add_up(unit, tensor, first=first)
                 unit.home.keep_gradient(tensor, None)
@@ -65,12 +70,12 @@ class GradientSink:
                 buffer = on_nvme.arrive(fresh=Arrival.WHOLE not in unit.arrived.values())
         raws, sums = [], []
         for tensor, gradient in gradients:
-            raw = in_storage_order(tensor, gradient)
-            first = self._arrive(unit, tensor, raw)
+            first = self._arrive(unit, tensor, gradient)
             if unit.arrived[tensor] == Arrival.SUMMED:
                 sums.append((tensor, first))
-            raws.append((tensor, raw))
-        pieces = [(buffer, offset_bytes, piece) for offset_bytes, piece in unit.home.gradient_format.pieces(raws)]
+            raws.append((tensor, gradient))
+        starts = [unit.home.span(tensor).start for tensor, _ in raws]
+        pieces = [(buffer, offset, piece) for offset, piece in unit.home.gradient_format.pieces(raws, starts)]
         unit.gradient_event = self.outbox.send(unit, pieces, after=unit.gradients_read_event)
         if on_nvme is not None:
             on_nvme.arrived(unit.gradient_event, stays=not sums)
@@ -121,8 +126,9 @@ class GradientSink:
         unit.fold_ticket = self._worker.submit(fold, f"gradient accumulation of {unit.name}")
 
     def _add_up(self, unit: Unit, tensor: UnitTensor, *, first: bool, last: bool | None = None) -> None:
-        total = unit.home.accumulated(tensor)
-        add_up(total, unit.home.gradient(tensor), first=first)
+        span = unit.home.span(tensor)
+        total = part_of(unit.home.accumulated(tensor), span)
+        add_up(total, part_of(unit.home.gradient(tensor), span), first=first)
         if self.last_micro_batch if last is None else last:
             self._norm.add(tensor, total)
 
@@ -147,10 +153,18 @@ class GradientSink:
             with unit.home.gradients_in_memory(), unit.home.sums_in_memory(changes=True):
                 for tensor in whole:
                     unit.arrived[tensor] = Arrival.SUMMED
-                    add_up(unit.home.accumulated(tensor), unit.home.gradient(tensor), first=True)
+                    self._add_up(unit, tensor, first=True, last=False)
         unit.home.drop_gradients()
 
-    def complete_norms(self, units: list[Unit]) -> None:
+    def end_backward(self) -> None:
+        """A backward is over; with one rank there is nothing left to do."""
+
+    def complete(self, units: list[Unit], agree: Callable[[Squares], Squares] | None = None) -> GradientNorm:
+        """The norm of the window's gradients, which are complete; `agree` adds those of other ranks."""
+        self._complete_norms([unit for unit in units if unit.arrived])
+        return self._norm.finish() if agree is None else self._norm.finish(agree)
+
+    def _complete_norms(self, units: list[Unit]) -> None:
         """Sums what was added up before anyone knew that it was complete (a boundary that came early)."""
         for unit in units:
             if unit.fold_ticket is not None:
@@ -160,7 +174,7 @@ class GradientSink:
             if late:
                 with unit.home.sums_in_memory(changes=False):
                     for tensor in late:
-                        self._norm.add(tensor, unit.home.accumulated(tensor))
+                        self._norm.add(tensor, part_of(unit.home.accumulated(tensor), unit.home.span(tensor)))
 
 
 def in_storage_order(tensor: UnitTensor, gradient: torch.Tensor) -> torch.Tensor:

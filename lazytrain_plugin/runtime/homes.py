@@ -14,11 +14,12 @@ from lazytrain_plugin.kernels.state8 import dequantize_moment, quantize_moment
 from lazytrain_plugin.plan.result import UnitPlan
 from lazytrain_plugin.runtime.gradient_format import Gradient, GradientFormat, take_over
 from lazytrain_plugin.runtime.host_memory import HostBuffer
-from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
+from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.nvme.gradients import NvmeGradients
 from lazytrain_plugin.runtime.nvme.states import NvmeStates
 from lazytrain_plugin.runtime.nvme.stores import NvmeStores
 from lazytrain_plugin.runtime.nvme.weights import NvmeWeights
+from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, CODEC, MOMENTS, state_flats
 from lazytrain_plugin.vocab import Tier, Updater
 
@@ -31,12 +32,23 @@ class UnitHome:
     updater's side, or in host memory from where they pass the GPU for their update. Moments exist only for `native`
     updates; the generic path keeps its own states. States on NVMe are in memory within `states_in_memory` only;
     gradients there within `gradients_in_memory`, and sums over micro-batches within `sums_in_memory`.
+
+    With several `ranks`, what is in host memory is there once for all ranks of a node, each of which updates its own
+    elements of it (`span`). What is on the GPU every rank has whole, and updates alike.
     """
 
     def __init__(
-        self, layout: FlatLayout, plan: UnitPlan, device: torch.device, *, native: bool, nvme: NvmeStores | None = None
+        self,
+        layout: FlatLayout,
+        plan: UnitPlan,
+        device: torch.device,
+        *,
+        native: bool,
+        nvme: NvmeStores | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.layout = layout
+        self.ranks = ranks
         self.plan = plan
         self.device = device
         self.native = native
@@ -51,7 +63,7 @@ class UnitHome:
             self.nvme_weights = nvme.weights(layout.weight_bytes, what=f"weights of {plan.name}")
         self.host_buffer = self.nvme_weights
         if needs_host_weights and self.host_buffer is None:
-            self.host_buffer = HostBuffer(layout.weight_bytes, pin=pin)
+            self.host_buffer = HostBuffer(layout.weight_bytes, pin=pin, ranks=ranks)
         self.host_weights = self.host_buffer.tensor(torch.uint8, 0, layout.weight_bytes) if needs_host_weights else None
         # A storage per tensor: nothing is streamed as one here, and `torch.save` writes whole storages.
         self.gpu_weights = {
@@ -77,20 +89,51 @@ class UnitHome:
     def _resting_place(self, tensor: UnitTensor) -> torch.Tensor:
         if self.on_gpu:
             return self.gpu_weights[tensor]
-        return self.host_buffer.tensor(tensor.dtype, tensor.weight_offset_bytes, tensor.numel)
+        return self.host_buffer.shown(tensor.dtype, tensor.weight_offset_bytes, tensor.numel)
+
+    # What this rank updates.
+
+    @property
+    def is_shared(self) -> bool:
+        """States and gradients are in host memory that ranks have in common; each updates a part of the unit."""
+        return self.ranks is not None and not self.states_on_gpu
+
+    @property
+    def shows_shared(self) -> bool:
+        """Parameters at rest show host memory that ranks have in common."""
+        return self.ranks is not None and not self.on_gpu
+
+    def part(self, local_rank: int) -> tuple[int, int]:
+        """[first, end) of the trained elements that a rank of the node updates: whole blocks of 256."""
+        num_blocks, num_ranks = self.layout.state_numel // ALIGNMENT_ELEMENTS, self.ranks.local_size
+        first, end = (num_blocks * rank // num_ranks for rank in (local_rank, local_rank + 1))
+        return first * ALIGNMENT_ELEMENTS, end * ALIGNMENT_ELEMENTS
+
+    def span(self, tensor: UnitTensor) -> slice:
+        """The elements of the tensor that this rank updates."""
+        if not self.is_shared:
+            return slice(0, tensor.numel)
+        first, end = (min(max(e - tensor.state_offset, 0), tensor.numel) for e in self.part(self.ranks.local_rank))
+        return slice(first, end)
 
     def _allocate_states(self, pin: bool, nvme: NvmeStores | None) -> None:
         if self.plan.gradient_tier == Tier.NVME:
             self.nvme_gradients = nvme.gradients(self.gradient_format, name=self.plan.name)
         elif not self.states_on_gpu:
             nbytes = self.gradient_format.arrival_bytes
-            self.gradient_buffer = HostBuffer(nbytes, pin=pin)
+            self.gradient_buffer = HostBuffer(nbytes, pin=pin, ranks=self.ranks)
             self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, nbytes)
         flats = state_flats(self.layout, self.plan, native=self.native)
         if self.plan.states == Tier.NVME:
             self.nvme_states = nvme.states(flats, what=f"states of {self.plan.name}")
         else:
             self._hold_states({key: self._state(key, dtype, numel) for key, dtype, numel in flats})
+        if self.is_shared:
+            # Made while all ranks are here; takes no memory before it is used.
+            self._make_accumulator()
+
+    def _make_accumulator(self) -> None:
+        self.accumulator = self._state(ACCUMULATOR, self.gradient_format.sum_dtype, self.gradient_format.sum_numel)
 
     def _hold_states(self, flats: dict[str, torch.Tensor]) -> None:
         self.remainder = flats.get("remainder")
@@ -147,7 +190,7 @@ class UnitHome:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         # Only states that travel are page-locked.
         pin = self.plan.streams_states and self.device.type == "cuda"
-        buffer = self.state_buffers[key] = HostBuffer(numel * dtype.itemsize, pin=pin)
+        buffer = self.state_buffers[key] = HostBuffer(numel * dtype.itemsize, pin=pin, ranks=self.ranks)
         return buffer.tensor(dtype, 0, numel)
 
     def fits(self, plan: UnitPlan) -> bool:
@@ -193,7 +236,7 @@ class UnitHome:
         """The sum over micro-batches, 1-D [numel], fp32 or in codes; its memory is made at first use."""
         form = self.gradient_format
         if self.accumulator is None:
-            self.accumulator = self._state(ACCUMULATOR, form.sum_dtype, form.sum_numel)
+            self._make_accumulator()
         return form.sum(tensor, self.accumulator)
 
     # Masters and moments as fp32, for checkpoints and moves. Storage order, 1-D [numel], on the CPU.

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from lazytrain_plugin.units import MIB, align_up, format_bytes
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.runtime.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -22,19 +26,29 @@ class HostBuffer:
     Exact size: torch's pinned allocator rounds up to a power of two, which costs up to twice the memory.
     MADV_DONTFORK: a DataLoader worker's fork would otherwise copy (pinned) or share (the next update copies) it all.
     The memory lives as long as a tensor made by `tensor` does.
+
+    Args:
+        ranks: the ranks of a node that have this memory in common; all make it at the same point of their programs.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, pin: bool, ranks: RankGroup | None = None) -> None:
         self.nbytes = nbytes
         size = align_up(max(nbytes, 1), mmap.PAGESIZE)
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                self._map.madvise(getattr(mmap, advice))
+        self._private: mmap.mmap | None = None
+        if ranks is None:
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._map, self._private = ranks.share(nbytes)
+        for memory in filter(None, (self._map, self._private)):
+            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+                if hasattr(mmap, advice):
+                    memory.madvise(getattr(mmap, advice))
         self._registered: list[int] = []
         self._spans: list[tuple[int, int]] = [(0, nbytes)]
         """[start, end) pieces that one transfer may cover: a transfer can't cross two pinned regions."""
-        self._bytes = self.tensor(torch.uint8, 0, nbytes)
+        self._bytes = self._read_from = self.tensor(torch.uint8, 0, nbytes)
+        self.has_writes = False
+        """Whether this process is known to show other values than the ranks have in common."""
         self.pinned = pin and self._pin(size)
 
     def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
@@ -46,26 +60,67 @@ class HostBuffer:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
+    def shown(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
+        """As `tensor`, for those who may write to it without asking.
+
+        Of shared memory it is a private look: writes are this process's own until `forget_writes`.
+        """
+        if self._private is None or numel == 0:
+            return self.tensor(dtype, offset_bytes, numel)
+        return torch.frombuffer(self._private, dtype=dtype, count=numel, offset=offset_bytes)
+
+    @property
+    def is_shared(self) -> bool:
+        return self._private is not None
+
+    def was_written(self) -> bool:
+        """Whether this process has written to `shown` tensors of shared memory."""
+        return self._private is not None and _has_own_pages(self._look())
+
+    def _look(self) -> torch.Tensor:
+        return torch.frombuffer(self._private, dtype=torch.uint8, count=max(self.nbytes, 1))[: self.nbytes]
+
+    def notice_writes(self) -> None:
+        """After writes to `shown` tensors: reads give those values from now on. Nobody may write meanwhile."""
+        look = self._look()
+        self.has_writes = not torch.equal(look, self._bytes)
+        if self.has_writes:
+            self._read_from = look
+        else:
+            self.forget_writes()  # or these pages would stay behind
+
+    def take_writes(self) -> None:
+        """Makes them the values that all ranks have; others may not read meanwhile."""
+        self._bytes.copy_(self._read_from)
+
+    def forget_writes(self) -> None:
+        """What was written to `shown` tensors of shared memory gives way to what the ranks have in common."""
+        if self._private is not None:
+            self._private.madvise(mmap.MADV_DONTNEED)
+            self.has_writes, self._read_from = False, self._bytes
+
     def read_into(self, device_flat: torch.Tensor, nbytes: int | None = None) -> None:
         """Starts copying the buffer (or its first `nbytes`) to the front of a uint8 tensor on the device."""
         self.read(0, device_flat[: self.nbytes if nbytes is None else nbytes])
 
     def read(self, offset_bytes: int, target: torch.Tensor) -> None:
         """Starts copying what lies at `offset_bytes` over the whole of a uint8 tensor on the device."""
-        for memory, piece in self._pieces(offset_bytes, target):
+        for memory, piece in self._pieces(self._read_from, offset_bytes, target):
             piece.copy_(memory, non_blocking=True)
 
     def write(self, offset_bytes: int, source: torch.Tensor) -> None:
         """Starts copying a uint8 tensor on the device into the buffer at `offset_bytes`."""
-        for memory, piece in self._pieces(offset_bytes, source):
+        for memory, piece in self._pieces(self._bytes, offset_bytes, source):
             memory.copy_(piece, non_blocking=True)
 
-    def _pieces(self, offset_bytes: int, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pieces(
+        self, memory: torch.Tensor, offset_bytes: int, other: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What one transfer may cover: parts of the buffer, each with its part of a tensor that lies at an offset."""
         for span_start, span_end in self._spans:
             first, last = max(offset_bytes, span_start), min(offset_bytes + other.numel(), span_end)
             if first < last:
-                yield self._bytes[first:last], other[first - offset_bytes : last - offset_bytes]
+                yield memory[first:last], other[first - offset_bytes : last - offset_bytes]
 
     def _pin(self, size: int) -> bool:
         address = self.tensor(torch.uint8, 0, 1).data_ptr()
@@ -92,6 +147,20 @@ class HostBuffer:
         self._registered = []
         self._spans = [(0, self.nbytes)]
         self.pinned = False
+
+
+def _has_own_pages(memory: torch.Tensor) -> bool:
+    """Whether pages of a private file mapping were written to, by /proc/self/pagemap; True where that can't be read."""
+    first = memory.data_ptr() // mmap.PAGESIZE
+    try:
+        with open("/proc/self/pagemap", "rb") as pagemap:
+            pagemap.seek(8 * first)
+            entries = bytearray(pagemap.read(8 * -(-memory.numel() // mmap.PAGESIZE)))
+    except OSError:
+        return True
+    pages = torch.frombuffer(entries, dtype=torch.int64) if entries else torch.ones(1, dtype=torch.int64) << 62
+    in_use, of_file = (pages >> 62) & 3, (pages >> 61) & 1  # present or swapped; a page of a file
+    return bool(((in_use != 0) & (of_file == 0)).any())
 
 
 def _register(address: int, nbytes: int) -> bool:

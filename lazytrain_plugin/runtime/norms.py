@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,10 @@ from lazytrain_plugin.kernels.norm import LANES, combine_lanes, sum_squares_lane
 from lazytrain_plugin.runtime.gradient_format import Gradient, as_values
 from lazytrain_plugin.runtime.layout import UnitTensor
 
+logger = logging.getLogger(__name__)
+
+Squares = dict[UnitTensor, float]
+
 
 @dataclass(frozen=True, slots=True)
 class GradientNorm:
@@ -18,6 +24,19 @@ class GradientNorm:
     """L2 norm of all gradients, before clipping."""
     bad_tensors: tuple[str, ...]
     """Names of tensors whose gradient holds an inf or a NaN."""
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.bad_tensors and math.isfinite(self.total)
+
+    def report(self) -> None:
+        """Says why a step is skipped."""
+        shown = ", ".join(self.bad_tensors[:3]) + (", ..." if len(self.bad_tensors) > 3 else "")
+        logger.warning(
+            "step skipped: non-finite gradients in %d tensors (%s); weights and optimizer states are unchanged",
+            len(self.bad_tensors),
+            shown or "their sum overflows",
+        )
 
     def clip_factor(self, max_norm: float) -> float:
         """What gradients are multiplied by: min(1, max_norm / (norm + 1e-6)) in fp32, as torch's clip_grad_norm_."""
@@ -54,12 +73,18 @@ class LaneNorm:
     def discard(self, tensor: UnitTensor) -> None:
         self._summed_on.pop(tensor, None)
 
-    def finish(self) -> GradientNorm:
-        """The norm of everything added since the last call. Waits for the device."""
+    def finish(self, agree: Callable[[Squares], Squares] | None = None) -> GradientNorm:
+        """The norm of everything added since the last call. Waits for the device.
+
+        `agree`: brings the sums of squares of all ranks together.
+        """
         sums = {kind: combine_lanes(self._lanes[kind]).tolist() for kind in set(self._summed_on.values())}
+        squares = {tensor: sums[kind][tensor.index] for tensor, kind in self._summed_on.items()}
+        if agree is not None:
+            squares = agree(squares)
         total, bad = 0.0, []
-        for tensor in sorted(self._summed_on, key=lambda t: t.index):
-            square = sums[self._summed_on[tensor]][tensor.index]
+        for tensor in sorted(squares, key=lambda t: t.index):
+            square = squares[tensor]
             total += square
             if not math.isfinite(square):
                 bad.append(tensor.name)

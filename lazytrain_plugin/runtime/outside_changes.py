@@ -15,6 +15,7 @@ import torch
 
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -50,8 +51,11 @@ class OutsideChanges:
             if unit.slot is None and unit.home.has_two_copies:
                 self._look_at(unit, compare=False)
 
-    def before_forward(self) -> None:
+    def before_forward(self, ranks: RankGroup | None = None) -> None:
+        """`ranks`: those that are all here."""
         self.take_over()
+        if ranks is not None:
+            self.share(ranks)
         self._model_runs = True
 
     def take_over(self) -> None:
@@ -71,12 +75,37 @@ class OutsideChanges:
     def _look_at(self, unit: Unit, *, compare: bool) -> None:
         """Takes a unit's weights over if its versions changed, or if `compare` says that they may have without."""
         version = _check_memory(unit)
+        if unit.home.shows_shared and unit.home.host_buffer.was_written():
+            self._executor.settle(unit)
+            unit.home.host_buffer.notice_writes()
+            compare = True
         if compare or version != self._versions.get(unit):
             self._executor.forget_copies(unit)
             if unit.home.has_two_copies:
                 self._executor.settle(unit)
                 unit.home.take_shown_weights()
         self._versions[unit] = version
+
+    def share(self, ranks: RankGroup) -> None:
+        """Weights that ranks have in common take the values that were written in a rank. Every rank is here.
+
+        Till then each rank sees what it wrote itself, as if it had a copy: adapters that all ranks merge are merged
+        once. Where ranks wrote different values, those of the first one count.
+        """
+        units = [unit for unit in self._executor.all_units if unit.home.shows_shared]
+        writers = ranks.first_local([unit.home.host_buffer.has_writes for unit in units], "comparison of weights")
+        changed = [(unit, writer) for unit, writer in zip(units, writers, strict=True) if writer is not None]
+        if not changed:
+            return
+        self._executor.streams.synchronize()
+        ranks.barrier("taking over of changed weights")  # nobody reads
+        for unit, writer in changed:
+            self._executor.forget_copies(unit)
+            if writer == ranks.local_rank:
+                unit.home.host_buffer.take_writes()
+        ranks.barrier("taking over of changed weights")
+        for unit, _ in changed:
+            unit.home.host_buffer.forget_writes()
 
 
 def _check_memory(unit: Unit) -> int:

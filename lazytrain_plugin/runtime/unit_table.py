@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.layout import UnitTensor, lay_out
 from lazytrain_plugin.runtime.unit import Unit
@@ -58,6 +59,17 @@ class UnitTable:
         early = [unit for unit in self.stem if first(unit) < first_streamed or len(unit.layout.tensors) > 1]
         self.update_order = early + self.units + [unit for unit in self.stem if unit not in early]
         """Forward order: what the next forward needs first is updated first."""
+        self.head = [unit for unit in self.stem if unit not in early]
+        """Stem units that run after all others; their gradients come first."""
         for unit in self.units:
             shared = {self.owner[p] for p in unit.module.parameters() if self.owner[p][0] is not unit}
             unit.foreign = tuple(t for _, t in sorted(shared, key=lambda item: item[1].name) if t.trained)
+
+    def refuse_unfrozen(self) -> None:
+        """Raises UnsupportedModelError for a parameter that can't be trained because it was frozen at the start."""
+        for name, parameter in self.frozen_in_groups:
+            if parameter.requires_grad:
+                raise UnsupportedModelError(
+                    f"{name} was frozen when the engine was made and is to be trained now: it has no optimizer states. "
+                    "Unfreeze it first, then make the Trainer (or the engine)"
+                )

@@ -12,8 +12,9 @@ from torch import nn
 
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, Moment8, accumulate, adamw_8bit, adamw_fp32
-from lazytrain_plugin.runtime.gradient_format import Gradient, as_values
-from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.gradient_format import Gradient, as_values, part_of
+from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, UnitTensor
+from lazytrain_plugin.runtime.state_layout import MOMENTS
 from lazytrain_plugin.runtime.unit import Arrival, Unit
 
 
@@ -66,6 +67,14 @@ def update_span(
         adamw_fp32(weight, remainder, gradient, *moments, step, batch=batch)
 
 
+def moment_span(moment: torch.Tensor | Moment8, span: slice) -> torch.Tensor | Moment8:
+    """Elements of a moment; `span` begins at a multiple of 256."""
+    if not isinstance(moment, Moment8):
+        return moment[span]
+    blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
+    return Moment8(codes=moment.codes[span], scales=moment.scales[blocks])
+
+
 class NativeAdamW:
     """AdamW (or Adam with L2 decay) by our kernels, in the unit's planned state format."""
 
@@ -79,13 +88,18 @@ class NativeAdamW:
     def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars) -> None:
         home, batch = unit.home, Batch()
         for tensor, arrival in arrived.items():
+            step, span = self.next_step(tensor, scalars), home.span(tensor)
+            if span.start == span.stop:
+                continue  # other ranks' part
+            remainder = home.remainder_of(tensor)
             update_span(
                 tensor,
-                home.weight(tensor),
-                home.remainder_of(tensor),
-                gradient_of(unit, tensor, arrival),
-                (home.moment(tensor, "exp_avg"), home.moment(tensor, "exp_avg_sq")),
-                self.next_step(tensor, scalars),
+                home.weight(tensor)[span],
+                None if remainder is None else remainder[span],
+                part_of(gradient_of(unit, tensor, arrival), span),
+                tuple(moment_span(home.moment(tensor, name), span) for name, _ in MOMENTS),
+                step,
+                start=span.start,
                 batch=batch,
             )
         batch.run()

@@ -74,6 +74,8 @@ class NvmeWeights:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
+    shown = tensor
+
     # On their way to a slot.
 
     @property

@@ -1,0 +1,148 @@
+"""What a job of several ranks adds to the engine: who belongs to it, and one plan for all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from lazytrain_plugin.comm.topology import Topology
+from lazytrain_plugin.config.schema import LazyTrainConfig
+from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.plan.request import Capabilities
+from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.plan.simulate import StepTimes
+from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.integration.plan_watch import ObservedStep
+    from lazytrain_plugin.integration.planning import Planner
+
+logger = logging.getLogger(__name__)
+
+
+_groups: dict[tuple, tuple[Any, RankGroup]] = {}
+"""By ranks, device and nodes: the job's process group at that time, and the group of ranks."""
+
+
+def make_rank_group(group: Any, device: torch.device, config: LazyTrainConfig) -> RankGroup | None:
+    """The ranks of this job; None for one rank.
+
+    Raises:
+        ConfigError: ranks that do not all train the whole model, or nodes that can't be.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
+        return None
+    if dist.get_world_size(group) != size:
+        raise ConfigError(
+            f"LazyTrain trains with data parallelism, and of this job's {size} ranks only {dist.get_world_size(group)} "
+            "share a model; leave model, sequence and expert parallelism out of the DeepSpeed config"
+        )
+    per_node = config.gradient_comm.ranks_per_node
+    topology = None if per_node is None else Topology.consecutive(size, per_node)
+    # Kept for the next engine: process groups that were destroyed can't be made again (their names are taken).
+    key = tuple(dist.get_process_group_ranks(group)), device, topology
+    world, ranks = _groups.get(key, (None, None))
+    if world is not dist.group.WORLD:
+        ranks = RankGroup(device, group=group, topology=topology)
+        _groups[key] = dist.group.WORLD, ranks
+    logger.info("training on %s; the ranks of a node have one copy of the model", ranks.hops.topology.describe())
+    return ranks
+
+
+def refuse_for_several_ranks(updater: NativeAdamW | ClientOptimizer | None, config: LazyTrainConfig) -> None:
+    """Raises ConfigError for what this version does for one rank only."""
+    if updater is not None and not updater.native:
+        raise ConfigError(
+            "Several ranks train with the native AdamW update only: other optimizers look at whole tensors, of which "
+            'each rank updates a part. Use AdamW (or Adam) with "optimizer.implementation": "native", or one process'
+        )
+    if config.nvme_paths:
+        raise ConfigError("nvme_path works with one process only in this version; leave it out, or use one process")
+
+
+def shared_hardware(profile: HardwareProfile, ranks: RankGroup) -> HardwareProfile:
+    """A rank's profile, as the planner must see it where ranks of a node update one model together.
+
+    Args:
+        profile: with this rank's share of the host's memory and cores.
+    """
+    size = ranks.local_size
+    rates = {
+        name: getattr(profile, name) * size
+        for bits in (32, 8)
+        for name in (f"cpu_update_{bits}bit_parameters_per_s", f"cpu_update_{bits}bit_shared_parameters_per_s")
+    }
+    if not profile.has_gpu:
+        return replace(profile, **rates)  # what would be on the GPU every rank has in host memory
+    return replace(profile, cpu_bytes=profile.cpu_bytes * size, cpu_free_bytes=profile.cpu_free_bytes * size, **rates)
+
+
+def shared_capabilities(capabilities: Capabilities) -> Capabilities:
+    """What several ranks can carry out.
+
+    What rests on the host between forward and backward each rank has for itself; the planner counts one rank's.
+    """
+    return replace(capabilities, streamed_states=False, offloaded_boundaries=False, offloaded_saved=False, nvme=False)
+
+
+class AgreedPlanner:
+    """The first rank's planner, for every rank. Plans are for the largest batch of any rank.
+
+    Args:
+        make: the planner; called on the first rank only.
+    """
+
+    def __init__(self, ranks: RankGroup, make: Callable[[], Planner]) -> None:
+        self._ranks = ranks
+        self._planner: Planner | None = None
+        self._planned_tokens = 0
+
+        def begin() -> None:
+            self._planner = make()
+
+        ranks.from_first(begin, "start of the planner")
+
+    def first_plan(self) -> PlacementPlan:
+        return self._from_first(lambda: self._planner.first_plan())
+
+    def plan_for(self, num_tokens: int | None) -> PlacementPlan | None:
+        """Every rank calls it before each of its forwards in training."""
+        largest = self._ranks.maximum([num_tokens or 0], "comparison of batch sizes")[0]
+        if largest <= self._planned_tokens:
+            return None
+        self._planned_tokens = largest
+        return self._from_first(lambda: self._planner.plan_for(largest))
+
+    def _from_first(self, make: Callable[[], PlacementPlan | None]) -> PlacementPlan | None:
+        def as_text() -> str | None:
+            plan = make()
+            return None if plan is None else plan.to_json()
+
+        text = self._ranks.from_first(as_text, "planning")
+        return None if text is None else PlacementPlan.from_json(text)
+
+    def better_plan(self) -> PlacementPlan | None:
+        """Never: all ranks would have to change to it at once."""
+        return None
+
+    def predicted(self, plan: PlacementPlan) -> StepTimes | None:
+        return self._planner.predicted(plan) if self._planner is not None else None
+
+    def timeline(self) -> dict[str, Any] | None:
+        return self._planner.timeline() if self._planner is not None else None
+
+    def observe(self, measured: ObservedStep) -> None:
+        if self._planner is not None:
+            self._planner.observe(measured)
+
+    def close(self) -> None:
+        if self._planner is not None:
+            self._planner.close()

@@ -1,0 +1,79 @@
+"""A unit's move into a home: its first, or another one under another plan."""
+
+from __future__ import annotations
+
+from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.runtime.gradients import GradientSink
+from lazytrain_plugin.runtime.homes import UnitHome
+from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.unit import Unit
+from lazytrain_plugin.vocab import Tier
+
+
+def move(unit: Unit, home: UnitHome, now) -> None:
+    """Puts everything the unit has into `home`, bit for bit, also what has arrived in this window.
+
+    Args:
+        now: makes an event at the end of the compute stream.
+    """
+    before = unit.home
+    if before is None:
+        _take_weights(unit, home)
+    else:
+        home.copy_from(before)
+        home.take_sums(before, unit.arrived)
+        unit.gradient_event = now()
+        before.release()
+    unit.home = home
+    unit.point_home()
+    home.let_go()
+
+
+def _take_weights(unit: Unit, home: UnitHome) -> None:
+    ranks = home.ranks
+    # Ranks of a node have one copy in host memory, the first rank's; the others find it there.
+    writes = ranks is None or ranks.is_first_of_node or home.host_weights is None
+    for tensor in unit.layout.tensors:
+        data = tensor.parameter.data
+        values = data.as_strided((tensor.numel,), (1,)) if data.stride() == tensor.stride else data.reshape(-1)
+        if ranks is not None and ranks.num_nodes > 1:
+            values = values.cpu().clone()
+            ranks.copy_of_first(values, f"first copy of {tensor.name}")
+        if writes:
+            home.write_master(tensor, values)
+        tensor.parameter.data = home.views[tensor]
+
+
+def sum_up(units: list[Unit], plan: PlacementPlan, sink: GradientSink, ranks: RankGroup | None) -> None:
+    """Makes what arrived in this window fit to move, where units are going to."""
+    moving = [unit for unit in units if unit.arrived and not unit.home.fits(plan.unit(unit.name))]
+    for unit in moving:
+        sink.sum_up(unit)
+    if moving and ranks is not None:
+        ranks.barrier("placing of gradients")
+
+
+def begin_alike(units: list[Unit], ranks: RankGroup) -> None:
+    """After the first placement: whatever ranks don't have in common becomes what the first rank has."""
+    ranks.barrier("placing of weights")
+    for unit in units:
+        home = unit.home
+        for tensor in unit.layout.tensors:
+            if home.host_weights is None:
+                ranks.copy_of_first(home.gpu_weights[tensor], f"first copy of {tensor.name}")
+            else:
+                home.publish(tensor)
+        if home.states_on_gpu and home.remainder is not None:
+            ranks.copy_of_first(home.remainder, f"first copy of {unit.name}")
+
+
+def refuse_for_several_ranks(plan: PlacementPlan) -> None:
+    """Raises PlanMismatchError for what only one rank can carry out."""
+    for unit in (*plan.units, *plan.stem):
+        if unit.streams_states or Tier.NVME in (unit.weights, unit.states, unit.gradient_tier):
+            what = "states that pass the GPU for their update" if unit.streams_states else "a home on NVMe"
+            raise PlanMismatchError(
+                f"the plan gives {unit.name} {what}, which this version does for one rank only; make the plan without "
+                "(leave nvme_path out), or train with --num_processes 1"
+            )

@@ -1,0 +1,198 @@
+"""`RankGroup`: the ranks that train one model together, and what they tell each other.
+
+The ranks of a node share one copy of the model and its optimizer states in host memory: each maps all of it, and
+updates a part of its own. So a rank reads whole weights without asking anybody, whatever the others do at that
+moment, and needs to know one thing only: that all of them have updated a unit. That is a counter in shared memory
+(`UpdateCounters`). Collectives are left where gradients meet; they are launched from the thread that runs the model,
+in one order.
+
+Between nodes everything is replicated, and gradients are averaged.
+"""
+
+from __future__ import annotations
+
+import datetime
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lazytrain_plugin.comm.hops import Hops
+from lazytrain_plugin.comm.topology import Topology
+from lazytrain_plugin.errors import CommunicationError
+from lazytrain_plugin.units import align_up, format_bytes
+
+POLL_S = 2e-4
+"""Between two looks at a counter of another rank."""
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+class RankGroup:
+    """Every rank of `group` makes one at the same point of its program.
+
+    Args:
+        group: default: all ranks.
+        device: of the gradients.
+        topology: default: found from the launcher and host names.
+        timeout_s: how long one rank waits for another; default: the group's.
+
+    Raises:
+        CommunicationError: a rank is gone.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        topology: Topology | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.hops = hops = Hops(group, topology, device, timeout_s)
+        self.device = device
+        self.size = len(hops.ranks)
+        self.rank = hops.rank
+        self.num_nodes = hops.nodes
+        self.local_size = hops.ranks_per_node
+        self.local_rank = hops.position(hops.inside)
+        timeout = hops._timeout
+        self.timeout_s = timeout.total_seconds() if timeout is not None else DEFAULT_TIMEOUT_S
+        # What is agreed upon is small and on the host, so it goes a way of its own.
+        self._control = dist.new_group(hops.ranks, backend="gloo", timeout=datetime.timedelta(seconds=self.timeout_s))
+        members = hops.ranks if hops.inside is None else dist.get_process_group_ranks(hops.inside)
+        self._local_ranks = members if hops.inside is not None else [hops.ranks[self.rank]]
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_first_of_node(self) -> bool:
+        return self.local_rank == 0
+
+    # Agreement.
+
+    def barrier(self, phase: str) -> None:
+        self.maximum([0], phase)
+
+    def maximum(self, values: Sequence[int], phase: str) -> list[int]:
+        """Each value as the largest over all ranks."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        with self.hops.phase(phase):
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._control)
+        return mine.tolist()
+
+    def gather(self, values: torch.Tensor, phase: str) -> torch.Tensor:
+        """[ranks, ...] of a CPU tensor that has the same shape on every rank."""
+        received = [torch.empty_like(values) for _ in range(self.size)]
+        with self.hops.phase(phase):
+            dist.all_gather(received, values, group=self._control)
+        return torch.stack(received)
+
+    def from_first(self, make: Callable[[], Any], phase: str) -> Any:
+        """What `make` returns on the first rank, on every rank; what it raises there is raised everywhere."""
+        answer: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                answer[0] = make()
+            except Exception as error:
+                answer[1] = error
+        with self.hops.phase(phase):
+            dist.broadcast_object_list(answer, src=self.hops.ranks[0], group=self._control)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
+
+    def copy_of_first(self, values: torch.Tensor, phase: str) -> None:
+        """Overwrites a contiguous tensor, on `device` or the CPU, with the first rank's."""
+        group = self._control if values.device.type == "cpu" else self.hops.job
+        with self.hops.phase(phase):
+            # As bytes: backends do not know every dtype.
+            dist.broadcast(values.view(torch.uint8), src=self.hops.ranks[0], group=group)
+
+    def first_local(self, flags: Sequence[bool], phase: str) -> list[int | None]:
+        """For each flag the position of the first rank of this node that has it set; None: no rank has."""
+        everyone = self.gather(torch.tensor(flags, dtype=torch.uint8), phase)
+        local = everyone[[self.hops.ranks.index(rank) for rank in self._local_ranks]]
+        return [int(column.nonzero()[0]) if column.any() else None for column in local.T]
+
+    # Memory of the node.
+
+    def share(self, nbytes: int) -> tuple[mmap.mmap, mmap.mmap]:
+        """`nbytes` of zeroed memory that the ranks of this node share, and a private look at it.
+
+        What is written to the second mapping stays in this process, page by page, until those pages are dropped; where
+        nothing was written, it shows what is in the first. Not in /dev/shm: containers make that small.
+        """
+        size = align_up(max(nbytes, 1), mmap.PAGESIZE)
+        descriptor, place, failure = -1, None, ""
+        try:
+            if self.is_first_of_node:
+                descriptor = os.memfd_create("lazytrain")
+                os.ftruncate(descriptor, size)
+                place = (os.getpid(), descriptor)
+        except OSError as error:
+            failure = str(error)
+        places: list[Any] = [None] * self.size
+        with self.hops.phase("sharing of host memory"):
+            dist.all_gather_object(places, place, group=self._control)
+        try:
+            if not self.is_first_of_node:
+                leader = self.hops.ranks.index(self._local_ranks[0])
+                pid, number = places[leader] or (0, 0)
+                descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+            maps = tuple(mmap.mmap(descriptor, size, flags=kind) for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE))
+        except OSError as error:
+            failure = failure or str(error)
+        failures = self.maximum([int(bool(failure))], "sharing of host memory")  # and all have opened it
+        if descriptor >= 0:
+            os.close(descriptor)
+        if failures[0]:
+            raise CommunicationError(
+                f"The ranks of this node can't share {format_bytes(nbytes)} of host memory"
+                f"{f' ({failure})' if failure else ''}; they must run as one user in one container (/proc of the first "
+                "rank must be readable), with enough free memory."
+            )
+        return maps
+
+    def update_counters(self, num_units: int) -> UpdateCounters:
+        return UpdateCounters(self, num_units)
+
+
+class UpdateCounters:
+    """How many updates of each unit each rank of this node has done."""
+
+    def __init__(self, ranks: RankGroup, num_units: int) -> None:
+        self._ranks = ranks
+        nbytes = 8 * num_units * ranks.local_size
+        # No tensor: the interpreter may end while a thread of its own waits, which torch does not take well.
+        self._done = memoryview(ranks.share(nbytes)[0])[:nbytes].cast("q")
+
+    def _of(self, unit: int) -> list[int]:
+        size = self._ranks.local_size
+        return self._done[unit * size : (unit + 1) * size].tolist()
+
+    def count(self, unit: int, number: int) -> None:
+        """This rank's part of the unit's update `number` is in memory."""
+        self._done[unit * self._ranks.local_size + self._ranks.local_rank] = number
+
+    def wait(self, unit: int, number: int, name: str) -> None:
+        """Returns when every rank of the node has done that update.
+
+        Raises:
+            CommunicationError: a rank did not within the time-out.
+        """
+        end = time.monotonic() + self._ranks.timeout_s
+        while min(done := self._of(unit)) < number:
+            if time.monotonic() > end:
+                late = [rank for rank, n in zip(self._ranks._local_ranks, done, strict=True) if n < number]
+                raise CommunicationError(
+                    f"Rank {self._ranks.rank}: the optimizer update of {name} on rank {', '.join(map(str, late))} did "
+                    f"not end within {self._ranks.timeout_s:.0f} s; see the first error of that rank's log, then "
+                    "resume from the last checkpoint."
+                )
+            time.sleep(POLL_S)

@@ -1,0 +1,276 @@
+"""The engine on several ranks: training, checkpoints on another number of ranks, and what ranks do on their own.
+
+One set of processes of each size runs everything: importing deepspeed takes longer than training.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.comm.ranks import succeed
+from tests.runtime.rig import VOCAB, Model
+from tests.runtime.test_several_ranks import WideBlock
+
+STEPS, ACCUMULATION, ROWS = 4, 2, 4
+pytestmark = pytest.mark.multiprocess
+
+
+class Adapted(Model):
+    def __init__(self):
+        super().__init__([WideBlock() for _ in range(2)])
+        self.register_buffer("seen", torch.zeros(3))
+
+
+def prepare(rank, world_size):
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({key: str(value) for key, value in variables.items()}, MASTER_PORT="1", DS_ACCELERATOR="cpu")
+    import deepspeed  # noqa: F401
+
+    import lazytrain_plugin.install  # noqa: F401
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a minute of compilation
+
+
+def make_engine(seed, world_size, *, bf16=False, **block):
+    import deepspeed
+
+    torch.manual_seed(seed)
+    model = Adapted()
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS // world_size,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 3}},
+        "lazytrain": {"plan": {"cache": False}, **block},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def batches(steps):
+    generator = torch.Generator().manual_seed(5)
+    made = [torch.randint(0, VOCAB, (ROWS, 7), generator=generator) for _ in range(STEPS * ACCUMULATION)]
+    return made[steps.start * ACCUMULATION : steps.stop * ACCUMULATION]
+
+
+def train(engine, rank, world_size, steps):
+    losses = []
+    for ids in batches(steps):
+        ids = ids.chunk(world_size)[rank]
+        logits = engine(ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def masters(engine):
+    engine.flush()
+    state = engine.lazytrain
+    return {r.name: state.read_master(r).clone() for r in state.records}
+
+
+def states(engine):
+    state = engine.lazytrain
+    return {(r.name, k): torch.as_tensor(v).clone() for r in state.records for k, v in state.read_state(r).items()}
+
+
+def two_then_save(rank, device, folder):
+    prepare(rank, 2)
+    engine = make_engine(rank, 2)
+    train(engine, rank, 2, range(2))
+    engine.save_checkpoint(folder, "two")
+    halfway = masters(engine), states(engine)
+    train(engine, rank, 2, range(2, 4))
+    out = {"halfway": halfway, "end": masters(engine), "norm": engine.get_global_grad_norm()}
+    out["full"] = {name: value.clone() for name, value in engine._zero3_consolidated_16bit_state_dict().items()}
+    engine.save_checkpoint(folder, "two_end")
+    engine.destroy()
+    return out
+
+
+def one_from_two(rank, device, folder):
+    prepare(rank, 1)
+    engine = make_engine(9, 1)
+    engine.load_checkpoint(folder, "two")
+    halfway = masters(engine), states(engine)
+    train(engine, rank, 1, range(2, 4))
+    engine.save_checkpoint(folder, "one_end")
+    out = {"halfway": halfway, "end": masters(engine)}
+    engine.destroy()
+    engine = make_engine(0, 1)
+    train(engine, rank, 1, range(4))
+    out["whole run"] = masters(engine)
+    return out
+
+
+def two_from_one(rank, device, folder):
+    prepare(rank, 2)
+    engine = make_engine(9 + rank, 2)
+    engine.load_checkpoint(folder, "one_end")
+    out = {"loaded": masters(engine), "states": states(engine), "steps": engine.global_steps}
+    out["alone"] = alone(engine, rank)
+    out["outside"] = outside(engine, rank)
+    out["larger"] = larger(engine, rank)
+    out["overflow"] = overflow(engine, rank)
+    engine.destroy()
+    engine = make_engine(0, 2, bf16=True, fidelity="balanced")
+    train(engine, rank, 2, range(2))
+    out["balanced"] = masters(engine)
+    return out
+
+
+def alone(engine, rank):
+    """One rank evaluates, reads and saves weights, while the other waits for it."""
+    train(engine, rank, 2, range(1))
+    found = None
+    if rank == 0:
+        found = engine.module.head.weight.detach().clone()
+        engine.eval()
+        with torch.no_grad():
+            engine(batches(range(1))[0])
+        engine.train()
+    torch.distributed.barrier()
+    return found, engine.module.head.weight.detach().clone()
+
+
+def outside(engine, rank):
+    """All ranks change a weight in place, each as if it were its own: the change counts once."""
+    weight = engine.module.layers[0].up.weight
+    before = weight.detach().clone()
+    weight.data.mul_(0.5)
+    if rank == 0:
+        torch.distributed.barrier()  # one rank is done before the other begins
+    else:
+        torch.distributed.barrier()
+    own = weight.detach().clone()
+    with torch.no_grad():
+        engine.eval()
+        seen = engine(batches(range(1))[0]).clone()
+        engine.train()
+    loss = engine(batches(range(1))[0].chunk(2)[rank]).square().mean() * 0
+    engine.backward(loss)
+    engine.step()
+    return before, own, seen, engine.module.layers[0].up.weight.detach().clone()
+
+
+def larger(engine, rank):
+    """A larger batch on one rank, in the middle of a window."""
+    generator = torch.Generator().manual_seed(rank)
+    for micro in range(ACCUMULATION + 1):
+        rows = 9 if rank == 1 and micro == ACCUMULATION else 2
+        ids = torch.randint(0, VOCAB, (rows, 7), generator=generator)
+        engine.backward(nn.functional.cross_entropy(engine(ids).flatten(0, 1), ids.flatten()))
+        engine.step()
+    return masters(engine)
+
+
+def overflow(engine, rank):
+    before = masters(engine)
+    skipped = engine.skipped_steps
+    while True:
+        ids = batches(range(1))[0].chunk(2)[rank]
+        loss = engine(ids).square().mean() * (float("inf") if rank == 1 else 1.0)
+        engine.backward(loss)
+        boundary = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if boundary:
+            break
+    after = masters(engine)
+    return engine.skipped_steps - skipped, all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("several_ranks")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return succeed(two_then_save, 2, str(folder), timeout_s=200)
+
+
+@pytest.fixture(scope="module")
+def one(two, folder):
+    return succeed(one_from_two, 1, str(folder), timeout_s=200)[0]
+
+
+@pytest.fixture(scope="module")
+def again(one, folder):
+    return succeed(two_from_one, 2, str(folder), timeout_s=200)
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(b[key])), key
+
+
+def close(a, b):
+    for key, value in a.items():
+        torch.testing.assert_close(b[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, k=key: f"{k}: {text}")
+
+
+def test_two_ranks_train_as_one_rank(two, one):
+    close(one["whole run"], two[0]["end"])
+    same(two[0]["end"], two[1]["end"])
+    assert two[0]["norm"] == two[1]["norm"] > 0.5  # clipped
+
+
+def test_one_rank_resumes_what_two_saved(two, one):
+    for mine, saved in zip(one["halfway"], two[0]["halfway"], strict=True):
+        same(mine, saved)
+    close(one["end"], two[0]["end"])
+
+
+def test_two_ranks_resume_what_one_saved(one, again):
+    for rank in again:
+        same(rank["loaded"], one["end"])
+        assert rank["steps"] == 4
+    same(again[0]["states"], again[1]["states"])
+
+
+def test_saved_weights_recover_without_lazytrain(two, folder):
+    subprocess.run([sys.executable, folder / "zero_to_fp32.py", folder, folder / "out", "-t", "two_end"], check=True)
+    recovered = torch.load(Path(folder) / "out" / "pytorch_model.bin")
+    for name, value in two[0]["end"].items():
+        assert torch.equal(recovered[name].reshape(-1), value)
+    for name, value in two[0]["full"].items():
+        assert torch.equal(recovered[name], value) or name == "seen"
+
+
+def test_a_rank_may_read_weights_alone(again):
+    (found, shown), (_, other) = (rank["alone"] for rank in again)
+    assert torch.equal(found, shown) and torch.equal(found, other)
+
+
+def test_what_all_ranks_change_in_place_changes_once(again):
+    (before, own, seen, after), (other_before, other_own, other_seen, other_after) = (rank["outside"] for rank in again)
+    assert torch.equal(before, other_before)
+    assert torch.equal(own, before * 0.5) and torch.equal(other_own, own)
+    assert torch.equal(seen, other_seen)
+    assert torch.equal(after, other_after)
+    assert (after - own).abs().max() < 0.05  # one step away from it
+
+
+def test_a_larger_batch_on_one_rank_plans_for_all(again):
+    same(*(rank["larger"] for rank in again))
+
+
+def test_an_overflow_on_one_rank_makes_all_skip(again):
+    assert [rank["overflow"] for rank in again] == [(1, True)] * 2
+
+
+def test_balanced_training_keeps_ranks_alike(again):
+    same(*(rank["balanced"] for rank in again))

@@ -1,0 +1,212 @@
+"""Several ranks against one rank with the same global batch, and against each other.
+
+One set of processes runs every case of a world size: starting them takes longer than training.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.train_state import ExecutorState
+from tests.comm.ranks import succeed
+from tests.runtime.rig import HIDDEN, VOCAB, Block, Model, make_executor, plan_for
+
+STEPS = 5
+HOMES = ["cpu", "gpu", "mirror", "mixed"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.multiprocess
+
+
+class Tied(Model):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+class Twice(Model):
+    """Runs its first layer again at the end."""
+
+    def run_layers(self, x):
+        return self.layers[0](super().run_layers(x))
+
+
+class Wide(Model):
+    """Layers of several dozen blocks, whose parts cut through tensors."""
+
+    def __init__(self):
+        super().__init__([WideBlock() for _ in range(2)])
+
+
+class WideBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, 301)
+        self.down = nn.Linear(301, HIDDEN)
+
+
+class Skips(Model):
+    """Leaves out a layer where the batch says so, and never uses one of its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for i, layer in enumerate(self.layers):
+            if i != 1 or not bool((ids[0, 0] == 0).item()):
+                x = layer(x)
+        return self.head(x)
+
+
+def frozen(model_class):
+    model = model_class()
+    for parameter in (*model.layers[0].parameters(), *model.embedding.parameters()):
+        parameter.requires_grad_(False)
+    return model
+
+
+MODELS = {"plain": Model, "tied": Tied, "twice": Twice, "wide": Wide, "frozen": partial(frozen, Wide), "skips": Skips}
+CASES = {
+    **{f"wide, {home}": {"model": "wide", "home": home} for home in HOMES},
+    "bf16": {"model": "wide", "dtype": torch.bfloat16},
+    "bf16, mixed": {"model": "wide", "dtype": torch.bfloat16, "home": "mixed"},
+    "8 bit, fp32": {"model": "wide", "state_bits": 8},
+    "8 bit": {"model": "wide", "dtype": torch.bfloat16, "state_bits": 8},
+    "8 bit, mirror": {"model": "wide", "dtype": torch.bfloat16, "state_bits": 8, "home": "mirror"},
+    "clip": {"model": "wide", "max_norm": 0.1},
+    "clip, mixed": {"model": "wide", "max_norm": 0.1, "home": "mixed"},
+    "accumulation": {"model": "wide", "accumulation": 3, "max_norm": 0.1},
+    "accumulation, mixed": {"model": "wide", "accumulation": 3, "max_norm": 0.1, "home": "mixed"},
+    "keep": {"model": "wide", "keep": "all"},
+    "plain": {"model": "plain"},
+    "tied": {"model": "tied"},
+    "twice": {"model": "twice"},
+    "frozen": {"model": "frozen"},
+    "skips": {"model": "skips"},
+}
+SAME_BITS = [(f"wide, {home}", "wide, cpu") for home in HOMES[1:]] + [
+    ("bf16, mixed", "bf16"),
+    ("8 bit, mirror", "8 bit"),
+    ("clip, mixed", "clip"),
+    ("accumulation, mixed", "accumulation"),
+    ("keep", "wide, cpu"),
+]
+
+
+def global_batches(count, world_size):
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randint(0, VOCAB, (2 * world_size, 7), generator=generator) for _ in range(count)]
+    for batch in batches:
+        batch[0, 0], batch[2, 0] = 0, 1  # what `Skips` looks at: the first rank skips, the second doesn't
+    return batches
+
+
+def train(
+    model, ranks, device, batches, *, home="cpu", state_bits=32, dtype=None, keep="none", max_norm=0.0, accumulation=1
+):
+    plan = plan_for(model, home=home, keep=keep, state_bits=state_bits, device=device.type)
+    executor = make_executor(model, plan, device=str(device), native=True, dtype=dtype, ranks=ranks)
+    batches = iter(batches)
+    norms = []
+    for _ in range(STEPS):
+        for micro in range(accumulation):
+            batch = next(batches).to(device)
+            shards = [batch] if ranks is None else [batch.chunk(ranks.size)[ranks.rank]]
+            executor.begin_forward()
+            executor.set_last_micro_batch(micro == accumulation - 1)
+            for ids in shards:
+                (model.loss(ids) / accumulation).backward()
+            executor.end_backward()
+        norms.append(executor.step(max_norm)[0].total)
+    executor.flush()
+    return executor, norms
+
+
+def weights(executor):
+    state = ExecutorState(executor)
+    return {record.name: state.read_master(record).clone() for record in state.records}
+
+
+def run_case(ranks, device, world_size, case):
+    case = dict(case)
+    torch.manual_seed(7 if ranks is None or ranks.is_first else 8)  # the first rank's weights count
+    model = MODELS[case.pop("model")]()
+    batches = global_batches(STEPS * case.get("accumulation", 1), world_size)
+    executor, norms = train(model, ranks, device, batches, **case)
+    found = weights(executor)
+    executor.close()
+    return found, norms
+
+
+def every_case(rank, device, world_size, names):
+    ranks = RankGroup(device)
+    return {name: run_case(ranks, device, world_size, CASES[name]) for name in names}
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def two(request):
+    return request.param, succeed(every_case, 2, 2, list(CASES), device=request.param, timeout_s=200)
+
+
+def one_rank(name, device, world_size):
+    if name != "skips":
+        return run_case(None, torch.device(device), world_size, CASES[name])
+    # Ranks skip by their own first row: micro-batches stand for them.
+    case = {"model": "skips"}
+    torch.manual_seed(7)
+    model = MODELS[case["model"]]()
+    batches = [part for batch in global_batches(STEPS, world_size) for part in batch.chunk(world_size)]
+    executor, norms = train(model, None, torch.device(device), batches, accumulation=world_size)
+    return weights(executor), norms
+
+
+def initial_weights(name):
+    torch.manual_seed(7)
+    return {key: p.detach().reshape(-1) for key, p in MODELS[CASES[name]["model"]]().named_parameters()}
+
+
+def assert_close(name, found, expected):
+    ours, norms = found
+    theirs, their_norms = expected
+    if "dtype" not in CASES[name]:
+        assert norms == pytest.approx(their_norms, rel=1e-5)
+        for key, values in theirs.items():
+            far = ~torch.isclose(ours[key], values, rtol=5e-6, atol=5e-6)
+            # A last bit may make another 8-bit code.
+            assert far.float().mean() <= (1e-3 if "state_bits" in CASES[name] else 0), key
+            torch.testing.assert_close(ours[key], values, rtol=1e-3, atol=1e-3)
+        return
+    # bf16 gradients of halves of the batch are rounded otherwise, and Adam makes much of small ones.
+    assert norms == pytest.approx(their_norms, rel=5e-3)
+    initial = initial_weights(name)
+    whole = lambda tensors: torch.cat([tensors[key] for key in initial])  # noqa: E731
+    assert (whole(ours) - whole(theirs)).norm() < 0.02 * (whole(theirs) - whole(initial)).norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one(two, name):
+    device, results = two
+    for found in results:
+        assert_close(name, found[name], one_rank(name, device, 2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_hold_the_same_bits(two, name):
+    _, ((first, norms), (second, second_norms)) = two[0], [found[name] for found in two[1]]
+    assert norms == second_norms
+    for key, values in first.items():
+        assert torch.equal(values, second[key])
+
+
+@pytest.mark.parametrize(("name", "like"), SAME_BITS)
+def test_bits_do_not_depend_on_the_plan(two, name, like):
+    found = two[1][0]
+    assert found[name][1] == found[like][1]
+    for key, values in found[like][0].items():
+        assert torch.equal(found[name][0][key], values)
