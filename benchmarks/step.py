@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import hand_plan
@@ -45,7 +46,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--state-bits", type=int, choices=(8, 32), default=32)
+    parser.add_argument("--state-bits", type=int, choices=(8, 32), help="default: what --fidelity says")
+    parser.add_argument(
+        "--fidelity", choices=("exact", "balanced", "compact"), default="exact", help="how lossy the planner may be"
+    )
     parser.add_argument(
         "--gradient-bits", type=int, choices=(8, 16), default=16, help="plan by hand: bits of gradients at rest"
     )
@@ -67,6 +71,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.state_bits is None:
+        arguments.state_bits = 32 if arguments.fidelity == "exact" else 8
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
     set_launch_variables(arguments.device)
     from shapes import build_model
@@ -106,6 +112,7 @@ def set_launch_variables(device: str) -> None:
 
 def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict:
     block = {
+        "fidelity": arguments.fidelity,
         "fused_kernels": not arguments.no_fused,
         "gpu_memory_gib": arguments.gpu_gib,
         "cpu_memory_gib": arguments.cpu_gib,
@@ -305,7 +312,9 @@ def report(arguments: argparse.Namespace, engine, clock: Clock, losses: list[flo
         "bs": arguments.bs,
         "seq": arguments.seq,
         "accumulation": arguments.accumulation,
+        "fidelity": arguments.fidelity,
         "state_bits": arguments.state_bits,
+        "saved_bits": dict(Counter(str(u.saved_bits) for u in plan.units if u.activations != Activations.RECOMPUTE)),
         "gradient_bits": min((unit.gradient_bits for unit in (*plan.units, *plan.stem)), default=16),
         "fused": not arguments.no_fused and clock.is_cuda,
         "resident_units": sum(unit.weights == Tier.GPU for unit in plan.units),
