@@ -518,3 +518,25 @@ def test_8bit_optimizer_classes_default_to_adamws_arguments(name, tmp_path):
     expected, _ = train_torch(llama(), STEPS[:1])
     for key, value in expected.items():
         torch.testing.assert_close(got[key], value, rtol=0, atol=2e-4 if "8bit" in name else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("block", "bits"),
+    [
+        ({"fidelity": "compact"}, (8, 8)),
+        ({"gradients": {"bits": 8}}, (32, 8)),
+        ({"gradients": {"bits": 8}, "optimizer": {"implementation": "torch"}}, (32, 8)),
+    ],
+    ids=["compact", "switch", "switch, torch optimizer"],
+)
+def test_lossy_features_are_planned_at_the_first_batch(block, bits, tmp_path):
+    model = llama()
+    engine = initialize(model, adamw(model.parameters()), tmp_path, placement=None, lazytrain=block)
+    got, losses = run_engine(engine, STEPS[:3])
+    units = (*engine.lazytrain.executor.plan.units, *engine.lazytrain.executor.plan.stem)
+    assert {(unit.state_bits, unit.gradient_bits) for unit in units} == {bits}
+    engine.destroy()
+    expected, exact_losses = train_torch(llama(), STEPS[:3])
+    assert losses[0] == pytest.approx(exact_losses[0], rel=1e-6)  # the band of later ones has its own test
+    assert all(map(math.isfinite, losses))
+    assert any(not torch.equal(got[name], expected[name]) for name in got)

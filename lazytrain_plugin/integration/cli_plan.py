@@ -19,6 +19,7 @@ from lazytrain_plugin.plan.check import check_plan, problem_of
 from lazytrain_plugin.plan.explain import explain_plan, explain_unit, find_unit
 from lazytrain_plugin.plan.explain_measured import explain_measured, planned_events
 from lazytrain_plugin.plan.explain_unit import explain_choice
+from lazytrain_plugin.plan.fidelity import advise, lossy_choices
 from lazytrain_plugin.plan.measured import MeasuredTrace, compare_kinds, compare_resources
 from lazytrain_plugin.plan.network import plan_for_cluster
 from lazytrain_plugin.plan.planner import make_plan
@@ -81,6 +82,9 @@ def plan_command(
     out: Annotated[Path | None, typer.Option(help="write the plan here")] = None,
     timeline: Timeline = None,
     measured: Measured = None,
+    advice: Annotated[
+        bool, typer.Option(help="plan with the lower fidelities too, and say if one would win more than 5 %")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan MODEL for a machine: does it fit, where does everything go, how long is a step. Exits with 1 if not."""
@@ -123,6 +127,11 @@ def plan_command(
             console.print(f"activation bytes are an upper estimate ({profile.estimate})", style="yellow")
         have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
         console.print(explain_plan(plan, ledger=ledger, have_bytes=have, times=simulate(problem, plan)))
+        for choice in lossy_choices(plan, profile, machine, request):
+            console.print(f"lossy: {choice}")
+        if advice:
+            lower = advise(plan, profile, machine, request)
+            console.print(f"advice: {lower or 'no lower fidelity would win more than 5 %'}")
         if cluster is not None:
             console.print(explain_cluster(problem, plan, cluster))
         if trace is not None:

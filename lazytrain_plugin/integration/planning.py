@@ -17,6 +17,7 @@ from lazytrain_plugin.integration.plan_cache import PlanCache
 from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.training_request import training_machine, training_request
 from lazytrain_plugin.plan.background import BackgroundSolve
+from lazytrain_plugin.plan.fidelity import lossy_choices
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.refusal import feasible
@@ -172,6 +173,8 @@ class Planner:
         problem = self.problem()
         table = summarize_plan(problem, plan, simulate(problem, plan))
         logger.info("plan for %d tokens%s:\n%s", self._planned_tokens, remark, table)
+        for choice in lossy_choices(plan, self.model_profile, self.hardware, self.request):
+            logger.info("lossy: %s", choice)
 
     # What steps show.
 

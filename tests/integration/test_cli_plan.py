@@ -282,3 +282,11 @@ def test_json_alone_on_stdout(lazytrain, profile_7b, tmp_path):
 def test_a_file_that_cannot_be_written_is_one_line(lazytrain, profile_7b, tmp_path):
     result = lazytrain("plan", profile_7b, "--hardware", H200, "--out", tmp_path / "no" / "plan.json")
     assert result.exit_code == 1 and "No such file" in result.stderr and "Traceback" not in result.output
+
+
+def test_lossy_choices_are_listed_with_gain_and_error(lazytrain, profile_7b):
+    result = lazytrain("plan", profile_7b, "--hardware", H200, "--micro-batch", 2, "--fidelity", "compact", "--advice")
+    text = " ".join(result.stdout.split())
+    assert "lossy: 8-bit optimizer states" in text and "lossy: 8-bit gradients" in text
+    assert "gradients off by 0.6% of their rms" in text and "per step" in text
+    assert "advice: no lower fidelity would win" in text
