@@ -8,7 +8,7 @@ The family, in the order in which GPU memory is worth most (each claim is checke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lazytrain_plugin.plan.accounting import (
@@ -55,13 +55,37 @@ def plan_greedily(problem: PlacementProblem) -> PlacementPlan | None:
 
 
 def closest_plans(problem: PlacementProblem) -> Iterator[PlacementPlan]:
-    """Members of the family that need the least of some tier, the leanest first."""
+    """Members of the family that need the least of some tier, the leanest first.
+
+    More resident units need more of the GPU and less of the host, each in proportion, so that the number that comes
+    closest to both budgets is found by halving.
+    """
     yield leanest_plan(problem)
-    if problem.has_gpu:
-        for variant in _variants(problem):
-            for count in range(len(problem.units) + 1):
-                for stem in range(len(problem.stem) + 1):
-                    yield _plan(problem, replace(variant, stem_on_gpu=stem, resident=_first(count)))
+    if not problem.has_gpu:
+        return
+    have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
+    # States that pass the GPU rest on the host all the same, and take staging buffers.
+    for variant in (variant for variant in _variants(problem) if variant.home == "stream"):
+        for stem in range(len(problem.stem) + 1):
+
+            def placed(count: int, variant: _Layout = variant, stem: int = stem) -> PlacementPlan:
+                return _plan(problem, replace(variant, stem_on_gpu=stem, resident=_first(count)))
+
+            def excess(count: int, placed: Callable[[int], PlacementPlan] = placed) -> float:
+                return excess_frac(account(problem, placed(count)).need_bytes(), have)
+
+            low, high = 0, len(problem.units) - 1
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (middle + 1, high) if excess(middle) > excess(middle + 1) else (low, middle)
+            # With all of them resident there are no slots.
+            yield from (placed(low), placed(len(problem.units)))
+
+
+def excess_frac(need: dict[str, int], have: dict[str, int]) -> float:
+    """How far a need is from the budgets: each tier's excess as a share of its budget, since a GiB of a small tier is
+    the harder to find."""
+    return sum(max(0, num_bytes - have[tier]) / max(have[tier], 1) for tier, num_bytes in need.items())
 
 
 def fits(problem: PlacementProblem, plan: PlacementPlan) -> bool:

@@ -25,7 +25,7 @@ from lazytrain_plugin.plan.choices import (
     saving_choices,
     stem_home_of,
 )
-from lazytrain_plugin.plan.greedy import fits
+from lazytrain_plugin.plan.greedy import excess_frac, fits
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
@@ -225,7 +225,7 @@ def _judge(problem: PlacementProblem, family: Family) -> Callable[[Pattern], tup
         if pattern not in known:
             plan = family.place(pattern)
             need = account(problem, plan).need_bytes()
-            excess = sum(max(0, need[tier] - have[tier]) / max(have[tier], 1) for tier in need)
+            excess = excess_frac(need, have)
             if problem.has_nvme and nvme_written_bytes(problem, plan) > allowed:
                 excess += nvme_written_bytes(problem, plan) / max(allowed, 1.0)
             known[pattern] = (excess, 0.0 if excess else simulate(problem, plan, steps=2).step_s)

@@ -38,6 +38,8 @@ DEEP_GAP_FRAC = 0.01
 this small."""
 LEAST_SEARCH_S = 1.0
 """For bounds and the whole program, where patterns took all the time."""
+REFUSAL_S = 0.5
+"""For the whole program where no pattern was found that fits, but fractions of units do."""
 MAX_COUNT_NODES = 300
 WEIGHT_SLOT_CHOICES = (2, 3, 4, 6)
 GRADIENT_SLOT_CHOICES = (2, 3, 4)
@@ -125,7 +127,7 @@ def _search(problem: PlacementProblem, until_s: float, gap_frac: float) -> tuple
     candidates = _find_patterns(problem, v, relaxed)
     outcome = Outcome(status="bound by counts", bound_s=relaxed.bound_ms / 1e3)
     best_s = min((simulate(problem, plan).step_s for plan in candidates), default=math.inf)
-    if 1 - outcome.bound_s / best_s > gap_frac:
+    if candidates and 1 - outcome.bound_s / best_s > gap_frac:
         # Bounds by counts and a bit of order are cheap; what is left of the time is for the whole program.
         until_s = max(until_s, time.monotonic() + LEAST_SEARCH_S)
         counts = CountBounds(problem, model, v)
@@ -136,14 +138,16 @@ def _search(problem: PlacementProblem, until_s: float, gap_frac: float) -> tuple
         if counts.deepest is not None:
             found = search_patterns(problem, rounded(problem, v, counts.deepest, leanest_plan(problem)))
             candidates += [found] if found is not None else []
-        if candidates:
-            best = min(candidates, key=lambda plan: simulate(problem, plan).step_s)
-            candidates.append(polished(problem, best))
-        best_s = min((simulate(problem, plan).step_s for plan in candidates), default=math.inf)
+        best = min(candidates, key=lambda plan: simulate(problem, plan).step_s)
+        candidates.append(polished(problem, best))
+        best_s = min(simulate(problem, plan).step_s for plan in candidates)
     if 1 - outcome.bound_s / best_s > (gap_frac if len(problem.units) <= DEEP_UNITS else max(gap_frac, DEEP_GAP_FRAC)):
         start = min(candidates, key=lambda plan: simulate(problem, plan).step_s, default=None)
         bound_s = outcome.bound_s
-        outcome = _run(problem, model, v, start=start, time_limit_s=until_s - time.monotonic(), gap_frac=gap_frac)
+        left_s = until_s - time.monotonic()
+        if start is None:
+            left_s = min(left_s, REFUSAL_S)  # nothing fits, or next to nothing does: a refusal must not take long
+        outcome = _run(problem, model, v, start=start, time_limit_s=left_s, gap_frac=gap_frac)
         outcome = replace(outcome, bound_s=max(outcome.bound_s or 0.0, bound_s))
         candidates += [outcome.plan] if outcome.plan is not None else []
     return outcome, [plan for plan in candidates if fits(problem, plan)]
