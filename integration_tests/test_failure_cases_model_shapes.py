@@ -522,6 +522,37 @@ def test_optimizer_over_parameters_that_are_not_the_models_is_refused(tmp_path):
         initialize(model, optimizer, tmp_path)
 
 
+@pytest.mark.parametrize("placement", [STREAMED, KEPT, RESIDENT], ids=["streamed", "kept", "resident"])
+@pytest.mark.parametrize("part", ["one layer", "biases", "head"])
+def test_optimizer_over_a_part_of_the_model(part, placement, tmp_path):
+    """Weights that need a gradient and that nobody trains, without being frozen: they stay as they are."""
+    model, steps = build(), SINGLE
+    chosen = {"one layer": "layers.1.", "biases": "bias", "head": "head"}[part]
+    is_chosen = [chosen in name for name, _ in model.named_parameters()]
+    assert any(is_chosen) and not all(is_chosen)
+
+    def make_optimizer(parameters):
+        return adamw([parameter for parameter, wanted in zip(parameters, is_chosen, strict=True) if wanted])
+
+    expected, _ = train_torch(model, steps, make_optimizer)
+    engine = initialize(model, make_optimizer(model.parameters()), tmp_path, placement=placement)
+    weights, _ = run_engine(engine, steps)
+    engine.destroy()
+    assert_bit_equal(weights, expected)
+
+
+def test_parameters_given_to_the_optimizer_later_are_refused_not_left_out(tmp_path):
+    model, steps = build(), SINGLE
+    first, *rest = model.parameters()
+    optimizer = adamw([first])
+    engine = initialize(model, optimizer, tmp_path)
+    run_engine(engine, steps[:1])
+    optimizer.add_param_group({"params": rest})
+    with pytest.raises(UnsupportedModelError, match=r"groups hold \[1, \d+\] parameters, and held \[1\] when.*first"):
+        run_engine(engine, steps[1:])
+    engine.destroy()
+
+
 # S-49: adapters injected by hand.
 
 

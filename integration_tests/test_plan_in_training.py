@@ -12,10 +12,16 @@ import transformers
 
 from integration_tests import harness, models
 from integration_tests.cases import Placement, Work
-from integration_tests.harness import InOrderTrainer, assert_bit_equal, fresh_accelerate_state, make_plan
+from integration_tests.harness import (
+    InOrderTrainer,
+    assert_bit_equal,
+    fresh_accelerate_state,
+    make_plan,
+    run_lazytrain,
+)
 from integration_tests.loops import make_trainer
 from lazytrain_plugin.config.schema import LazyTrainConfig
-from lazytrain_plugin.errors import InfeasiblePlanError, LazyTrainError
+from lazytrain_plugin.errors import InfeasiblePlanError, LazyTrainError, PlanMismatchError
 from lazytrain_plugin.integration import plan_watch, planning, training_request
 from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.planning import Planner
@@ -238,3 +244,12 @@ def test_what_no_batch_fits_is_refused_before_weights_move(device, tmp_path, mon
     with pytest.raises(InfeasiblePlanError, match="host memory: need .*, have 512.0 MiB .*Nearest remedies"):
         run(tmp_path, device, block={"cpu_memory_gib": 0.5})
     assert not placed
+
+
+def test_a_plan_file_with_8_bit_states_is_refused_where_32_are_asked_for(device, tmp_path):
+    """Exactness would be lost without a word otherwise, and the log would say 32 bits."""
+    work = Work(model="qwen2_tied", implementation="native")
+    with pytest.raises(PlanMismatchError, match=r"8 bits, and this job asks for 32; set \"fidelity\": \"balanced\""):
+        run_lazytrain(
+            work, Placement(homes="cpu"), tmp_path, device, state_bits=8, block={"optimizer": {"state_bits": 32}}
+        )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lazytrain_plugin.config.schema import BLOCK
+from lazytrain_plugin.config.schema import BLOCK, show_json
 from lazytrain_plugin.errors import ConfigError
 
 
@@ -93,6 +93,18 @@ CONFLICTS = (
         "LazyTrain checkpoints load under any plan and need no conversion",
         "delete the key and resume from the checkpoint itself",
     ),
+    Conflict(
+        ("flops_profiler", "enabled"),
+        _true,
+        "its hooks would count what is recomputed, and LazyTrain never starts it",
+        'delete the section (what each operation of a step takes: "lazytrain": {"trace": {"path": "trace.json"}})',
+    ),
+    Conflict(
+        ("data_efficiency", "data_routing", "random_ltd", "enabled"),
+        _true,
+        "random layer token dropping changes layers while they train, and LazyTrain never starts it",
+        "delete the section",
+    ),
     Conflict(("prescale_gradients",), _true, "gradients are averaged in 32 bits and need no scaling", "delete the key"),
 )
 
@@ -137,7 +149,11 @@ def check_deepspeed_config(ds_config: dict) -> None:
         return
     stage = _stage(ds_config)
     if stage != 3:
-        found = "there is no zero_optimization section" if stage is None else f'"zero_optimization.stage" is {stage}'
+        found = (
+            "there is no zero_optimization section"
+            if stage is None
+            else f'"zero_optimization.stage" is {show_json(stage)}'
+        )
         raise ConfigError(
             f"LazyTrain is declared as ZeRO stage 3 (that is what makes Accelerate and Trainer save through the "
             f'engine), but {found}; write "zero_optimization": {{"stage": 3}}. (With '

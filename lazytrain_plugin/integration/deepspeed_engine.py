@@ -151,7 +151,8 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         if executor.closed:
             raise LazyTrainError(
                 "this engine was destroyed, or its model was handed over to a newer one, and trains nothing any more; "
-                "use the newer engine, or make one with deepspeed.initialize"
+                "use the newer engine, or make one with deepspeed.initialize. (A Trainer destroys its engine when "
+                "train() is called after evaluate() or train(): make a new Trainer over the same model)"
             )
         self._refuse_new_parameters()
         refuse_compiled(self._modules_around_units)

@@ -102,6 +102,12 @@ class Planner:
             raise PlanMismatchError(
                 f"{path} is not a plan of this model: it {' and '.join(odd)}; make one with `lazytrain plan`"
             )
+        lossy = [unit.name for unit in (*plan.units, *plan.stem) if unit.state_bits < self._state_bits]
+        if lossy:
+            raise PlanMismatchError(
+                f"{path} keeps the optimizer states of {lossy[0]} (and {len(lossy) - 1} more) in 8 bits, and this job "
+                'asks for 32; set "fidelity": "balanced" or "optimizer": {"state_bits": 8}, or plan again'
+            )
         return plan
 
     def first_plan(self) -> PlacementPlan:

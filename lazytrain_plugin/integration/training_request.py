@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import torch
 
-from lazytrain_plugin.config.schema import LazyTrainConfig
+from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig
+from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.integration.measure_nvme import nvme_fields
 from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, adamw_8bit, adamw_fp32
 from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES, PlanRequest
+from lazytrain_plugin.profile.capacity import host_capacity
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.measure import best_wall_s, measure_hardware
 from lazytrain_plugin.runtime.nvme.io import SLOW_AFTER_S
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
-from lazytrain_plugin.units import gib_to_bytes
+from lazytrain_plugin.units import GIB, gib_to_bytes
 from lazytrain_plugin.vocab import Fidelity
 
 logger = logging.getLogger(__name__)
@@ -33,17 +35,32 @@ def training_machine(
     Args:
         local_world_size: ranks among which its memory and cores are divided.
 
-    Errors: as `nvme_fields`.
+    Errors: as `nvme_fields`, and ConfigError for a budget larger than the machine.
     """
     machine = measure_hardware(
         device, cpu_update_parameters_per_s=measure_update_rate, local_world_size=local_world_size
     )
+    _check_budgets(config, machine)
     if not _uses_nvme(config, native):
         return machine
     if not machine.has_gpu:
         logger.warning("nvme_path is not used: plans put something on a disk only where a GPU computes")
         return machine
     return replace(machine, **nvme_fields(config.nvme_paths, limit_bytes=gib_to_bytes(config.nvme_gib)))
+
+
+def _check_budgets(config: LazyTrainConfig, machine: HardwareProfile) -> None:
+    """A plan that fills memory which isn't there would end in an out-of-memory kill (and megabytes look like this)."""
+    have_bytes = {"cpu_memory_gib": host_capacity().total_bytes}  # of all ranks here
+    if machine.has_gpu:
+        have_bytes["gpu_memory_gib"] = machine.gpu_bytes
+    for key, available in have_bytes.items():
+        budget_gib = getattr(config, key)
+        if budget_gib is not None and gib_to_bytes(budget_gib) > available:
+            raise ConfigError(
+                f'"{BLOCK}.{key}" is {budget_gib:g}, in GiB, but there are {available / GIB:.1f} GiB here; lower it, '
+                "or write null to use what is free."
+            )
 
 
 def training_request(

@@ -124,6 +124,10 @@ class PlacementPlan:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
+        names = [unit.name for unit in (*self.units, *self.stem)]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise PlanMismatchError(f"the plan has {twice} twice; which one counts?")
         if self.weight_slots < 2 or min(self.gradient_slots, self.state_slots, self.activation_slots) < 1:
             raise PlanMismatchError("a plan needs at least 2 weight slots, and 1 slot of each other kind")
         lossy = next((unit for unit in self.units if min(unit.saved_bits, unit.boundary_bits) < 16), None)
@@ -170,11 +174,16 @@ class PlacementPlan:
             raw["fidelity"] = Fidelity(raw["fidelity"])
             return cls(**raw)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanMismatchError(f"not a LazyTrain plan: {error}; write one with `lazytrain plan --out`") from error
+            what = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise PlanMismatchError(f"not a LazyTrain plan: {what}; write one with `lazytrain plan --out`") from error
 
     @classmethod
     def load(cls, path: str | Path) -> PlacementPlan:
-        return cls.from_json(Path(path).read_text())
+        """Reads a plan file; raises PlanMismatchError, with the file's name, as `from_json` does."""
+        try:
+            return cls.from_json(Path(path).read_text())
+        except PlanMismatchError as error:
+            raise PlanMismatchError(f"{path}: {error}") from error
 
 
 def _unit_from_dict(raw: dict) -> UnitPlan:

@@ -287,7 +287,7 @@ class Executor:
         """
         self._end_interrupted_leases()
         self.streams.run_backward_on_one_thread(True)
-        self._table.refuse_unfrozen()
+        self._table.check_groups(self.optimizer)
         self._outside.before_forward(self.ranks if training else None)
         if self._idle_since is not None and self.streams.is_cuda:
             self.streams.trace.add_events("step", self._idle_since, self.streams.record(timing=True))

@@ -70,6 +70,8 @@ def audit(executor: Executor, unit: Unit, leaves: tuple[torch.Tensor, ...], outp
                 f"{unit.name} uses a tensor of shape {tuple(leaf.shape)} that requires grad but is neither an argument "
                 "of the layer nor a parameter of the model: its gradient would be lost. Pass it as an argument."
             )
+        if owner is unit:
+            continue  # not given to the optimizer, so nobody asks for its gradient
         if owner.module is not None:
             raise UnsupportedModelError(
                 f"{unit.name} uses {tensor.name}, a weight of another streamed layer; register it as a parameter of "

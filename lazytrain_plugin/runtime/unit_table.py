@@ -48,7 +48,8 @@ class UnitTable:
                 tensor.index = len(self.trained_tensors)
                 tensor.group, tensor.position_in_group = place_in_group[parameter]
                 self.trained_tensors.append(tensor)
-        self.frozen_in_groups = [
+        self._group_sizes = [len(group["params"]) for group in groups]
+        self._frozen_in_groups = [
             (self.owner[p][1].name, p)
             for group in groups
             for p in group["params"]
@@ -65,11 +66,24 @@ class UnitTable:
             shared = {self.owner[p] for p in unit.module.parameters() if self.owner[p][0] is not unit}
             unit.foreign = tuple(t for _, t in sorted(shared, key=lambda item: item[1].name) if t.trained)
 
-    def refuse_unfrozen(self) -> None:
-        """Raises UnsupportedModelError for a parameter that can't be trained because it was frozen at the start."""
-        for name, parameter in self.frozen_in_groups:
+    def check_groups(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Refuses what the optimizer is to train now, but was not when the engine was made.
+
+        Raises:
+            UnsupportedModelError: a weight was unfrozen, or the optimizer got or lost weights.
+        """
+        if not self._group_sizes:
+            return  # evaluation only
+        for name, parameter in self._frozen_in_groups:
             if parameter.requires_grad:
                 raise UnsupportedModelError(
                     f"{name} was frozen when the engine was made and is to be trained now: it has no optimizer states. "
                     "Unfreeze it first, then make the Trainer (or the engine)"
                 )
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != self._group_sizes:
+            raise UnsupportedModelError(
+                f"the optimizer's groups hold {sizes} parameters, and held {self._group_sizes} when the engine was "
+                "made: added ones would have no optimizer states. Give the optimizer all that is to be trained first "
+                "(add_param_group), then make the Trainer (or the engine)"
+            )

@@ -30,6 +30,11 @@ def test_accepts_what_it_can_honour(extra):
         ({"hybrid_engine": {"enabled": True}}, '"hybrid_engine.enabled" is set'),
         ({"compile": {"deepcompile": True}}, '"compile.deepcompile" is set'),
         ({"checkpoint": {"load_universal": True}}, '"checkpoint.load_universal" is set'),
+        ({"flops_profiler": {"enabled": True}}, '"flops_profiler.enabled" is set'),
+        (
+            {"data_efficiency": {"enabled": True, "data_routing": {"random_ltd": {"enabled": True}}}},
+            '"data_efficiency.data_routing.random_ltd.enabled" is set',
+        ),
     ],
 )
 def test_refuses_what_it_would_ignore(extra, says):
@@ -61,6 +66,7 @@ def test_refuses_zero_features_that_place_tensors_themselves(zero, key):
         ({}, "there is no zero_optimization section"),
         ({"zero_optimization": {}}, '"zero_optimization.stage" is 0'),
         ({"zero_optimization": {"stage": 2}}, '"zero_optimization.stage" is 2'),
+        ({"zero_optimization": {"stage": "3"}}, '"zero_optimization.stage" is "3"'),
     ],
 )
 def test_needs_stage_3(config, found):

@@ -1,11 +1,13 @@
 """What the block says reaches the planner, in the planner's units."""
 
 import pytest
+import torch
 
 from lazytrain_plugin.config.parse import parse_block
 from lazytrain_plugin.config.schema import LazyTrainConfig, PlanConfig
-from lazytrain_plugin.errors import InfeasiblePlanError
-from lazytrain_plugin.integration.training_request import training_request
+from lazytrain_plugin.errors import ConfigError, InfeasiblePlanError
+from lazytrain_plugin.integration import training_request as module
+from lazytrain_plugin.integration.training_request import training_machine, training_request
 from lazytrain_plugin.plan.greedy import greedy_plan
 from lazytrain_plugin.units import GIB
 from lazytrain_plugin.vocab import Fidelity
@@ -46,3 +48,23 @@ def test_one_switch_turns_on_one_lossy_feature(block, state_bits, expected):
     request = training_request(config, 1024, state_bits=state_bits, accumulation_steps=1, native=True)
     got = request.fidelity, request.state_bits, request.gradient_bits, request.activation_bits
     assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [
+        ({"cpu_memory_gib": 128000}, '"lazytrain.cpu_memory_gib" is 128000, in GiB, but there are'),
+        ({"gpu_memory_gib": 25}, '"lazytrain.gpu_memory_gib" is 25, in GiB, but there are 24.0 GiB here'),
+        ({"gpu_memory_gib": 24}, None),
+    ],
+)
+def test_a_budget_larger_than_the_machine_is_refused(monkeypatch, budget, says):
+    """Megabytes for GiB, or a file from a larger machine: the plan would fill memory that isn't there."""
+    monkeypatch.setattr(module, "measure_hardware", lambda *args, **kwargs: builders.hardware(gpu_gib=24))
+    ask = lambda: training_machine(LazyTrainConfig(**budget), torch.device("cpu"), native=True)  # noqa: E731
+    if says is None:
+        assert ask().has_gpu
+        return
+    with pytest.raises(ConfigError) as caught:
+        ask()
+    assert says in str(caught.value)

@@ -1,0 +1,42 @@
+"""A plan file is taken as it is, or refused with its name and what is wrong in it."""
+
+import json
+
+import pytest
+
+from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+from lazytrain_plugin.vocab import Tier, Updater
+
+
+def unit(name):
+    return UnitPlan(name=name, weights=Tier.CPU, states=Tier.CPU, updater=Updater.CPU)
+
+
+def plan():
+    return PlacementPlan(units=(unit("layers.0"), unit("layers.1")), stem=(unit("stem"),))
+
+
+def test_a_file_gives_the_plan_back(tmp_path):
+    plan().save(tmp_path / "plan.json")
+    assert PlacementPlan.load(tmp_path / "plan.json") == plan()
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda raw: raw["units"][0].pop("weights"), "it has no 'weights'"),
+        (lambda raw: raw["units"][0].update(weights="CPU"), "'CPU' is not a valid Tier"),
+        (lambda raw: raw.update(schema_version=1), "plan again with this version"),
+        (lambda raw: raw["units"].append(raw["units"][0]), "the plan has layers.0 twice"),
+        (lambda raw: raw.update(weight_slots=1), "at least 2 weight slots"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, edit, says):
+    path = tmp_path / "plan.json"
+    raw = json.loads(plan().to_json())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(PlanMismatchError) as caught:
+        PlacementPlan.load(path)
+    assert str(path) in str(caught.value) and says in str(caught.value)
