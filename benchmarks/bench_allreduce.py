@@ -134,7 +134,7 @@ def bench_threshold(ranks: Ranks) -> None:
     reducer = QuantizedReducer(topology=ranks.topology)
     smallest = reducer.smallest_bucket_elements
     chosen = "full precision at every size" if smallest >= NEVER else f"codes from {2 * smallest} bytes of bf16 on"
-    ranks.print("threshold", elements=smallest, chosen=chosen, reducer=reducer.describe())
+    ranks.print("threshold", elements=smallest, chosen=chosen, measured=reducer.measured)
     reducer.close()
 
 

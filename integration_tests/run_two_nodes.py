@@ -22,7 +22,7 @@ from torch import nn
 
 import lazytrain_plugin.install  # noqa: F401
 
-WIDTH, STEPS, WARM_UP = 1792, 4, 1
+WIDTH, STEPS, WARM_UP = 1792, 7, 1
 ARMS = {
     "stage 0, bf16 on the wire": {"zero_optimization": {"stage": 0}, "communication_data_type": "bf16"},
     "stage 1, bf16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
@@ -72,11 +72,14 @@ def compare(config, interface):
     dist.all_reduce(counted)
     (reducer,) = comm._reducers.values()
     return {
-        "seconds": {name: statistics.median(values) for name, values in times.items()},
+        # The fastest: what else runs on the machine only ever slows a step, and the arm that computes more by more.
+        "seconds": {name: min(values) for name, values in times.items()},
+        "median_seconds": {name: statistics.median(values) for name, values in times.items()},
         "interface_bytes": {name: value / STEPS for name, value in wire.items()},
         "counted_bytes_of_a_node": int(counted) / 2 / STEPS,
         "elements": sum(p.numel() for p in engines["lazytrain"].module.parameters()),
         "reducer": reducer.describe(),
+        "measured": reducer.measured,
         "threshold": reducer.smallest_bucket_elements,
     }
 

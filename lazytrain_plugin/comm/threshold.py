@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 SIZES = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22)
 """Elements of the buckets that are tried, smallest first."""
-REPEATS = 3
-BUDGET_S = 3.0
+REPEATS = ((2**16, 9), (2**18, 5), (2**62, 3))
+"""(up to this size, timed runs of each way): small buckets cost little, and other processes disturb them most."""
+BUDGET_S = 5.0
 """No larger size is tried once this much time is spent."""
 NEVER = 2**62
 
@@ -31,12 +32,15 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
 def choose(sizes: Sequence[int], full_s: Sequence[float], quantized_s: Sequence[float]) -> int:
     """The size in elements from which on quantized is the faster, at least the smallest tried; `NEVER` if it never is.
 
-    From a line through the times of each, so that one disturbed measurement does not decide.
+    From a line through the times of each, so that one disturbed measurement does not decide. A busy CPU delays small
+    quantized buckets most and may turn the lines against codes; then the largest buckets are asked themselves.
     """
     full_latency_s, full_slope_s = fit(sizes, full_s)
     latency_s, slope_s = fit(sizes, quantized_s)
     if slope_s >= full_slope_s:
-        return NEVER
+        faster = [quantized < full for full, quantized in zip(full_s, quantized_s, strict=True)]
+        slower_until = max((index for index, is_faster in enumerate(faster) if not is_faster), default=-1)
+        return sizes[slower_until + 1] if slower_until + 1 < len(sizes) else NEVER
     return max(min(sizes), math.ceil((latency_s - full_latency_s) / (full_slope_s - slope_s)))
 
 
@@ -61,14 +65,15 @@ def measure(
     spent_s = 0.0
     for size in sizes:
         begin = time.perf_counter()
-        best = []
-        for quantized in (False, True):
-            times = []
-            for _ in range(1 + REPEATS):  # the first warms up: connections, kernels, buffers
+        times: dict[bool, list[float]] = {False: [], True: []}
+        repeats = next(count for up_to, count in REPEATS if size <= up_to)
+        for number in range(1 + repeats):  # the first warms up: connections, kernels, buffers
+            for quantized in (False, True):  # alternating: what disturbs one disturbs the other
                 start = time.perf_counter()
                 run(size, quantized)
-                times.append(time.perf_counter() - start)
-            best.append(min(times[1:]))
+                if number:
+                    times[quantized].append(time.perf_counter() - start)
+        best = [min(times[quantized]) for quantized in (False, True)]
         full_s, quantized_s, took_s = slowest([*best, time.perf_counter() - begin])
         rows.append((size, full_s, quantized_s))
         spent_s += took_s

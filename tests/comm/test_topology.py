@@ -32,6 +32,9 @@ def test_the_threshold_is_where_the_lines_cross():
     assert choose(sizes, full, [2 * t for t in full]) == NEVER
     disturbed = [*quantized[:-1], 1.4 * quantized[-1]]  # the largest size, which tells most, met another process
     assert 50_000 < choose(sizes, full, disturbed) < 500_000
+    # a busy CPU: small sizes alone would put the lines' slopes the wrong way round
+    assert choose((2**12, 2**14, 2**16), [1e-3, 1.6e-3, 4.1e-3], [1e-3, 5e-3, 4e-3]) == 2**16
+    assert choose((2**12, 2**14, 2**16), [1e-3, 1.6e-3, 4.1e-3], [1e-3, 5e-3, 9e-3]) == NEVER
     assert choose((100,), [2.0], [1.0]) == 100 and choose((100,), [1.0], [2.0]) == NEVER
 
 
