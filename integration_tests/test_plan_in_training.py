@@ -145,12 +145,13 @@ def test_a_drift_leads_to_another_plan_between_two_steps_and_no_bit_changes(devi
     assert got.losses == expected.losses and got.grad_norms == expected.grad_norms
 
 
-def made(monkeypatch, *, adapt=True, native=True):
+def made(monkeypatch, *, adapt=True, native=True, profile=None):
     """A planner of a described machine, with a plan, and no model at all."""
     planner = object.__new__(Planner)
     hardware = builders.hardware(matmul_flop_per_s=1e11)
     planner.__dict__.update(
-        model_profile=builders.model(4), _measured_hardware=hardware, hardware=hardware, _state_bits=32,
+        _untimed_profile=builders.model(4), _timed_profile=profile or builders.model(4),
+        _measured_hardware=hardware, _state_bits=32, _observed={},
         _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, request=None,
         _native=native,
         _config=LazyTrainConfig(gpu_memory_gib=1.1),
@@ -200,6 +201,22 @@ def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
     third, _ = made(monkeypatch)
     assert third.hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
     again.close()
+
+
+@pytest.mark.parametrize("seconds_per_token", [None, 2e-6])
+def test_what_steps_show_is_what_is_predicted_next(monkeypatch, seconds_per_token):
+    """Also where layers were timed one by one: they keep their proportions."""
+    model = builders.model(4)
+    times = {"forward_s_per_token": seconds_per_token, "backward_s_per_token": seconds_per_token and 3e-6}
+    model = replace(model, units=tuple(replace(unit, **times) for unit in model.units))
+    planner, plan = made(monkeypatch, adapt=False, profile=model)
+    compute_s = planner.predicted(plan).compute_s
+    for factor in (2.0, 3.0, 1.5):
+        planner.observe(ObservedStep(step_s=9.0, compute_s=factor * compute_s, update_parameters_per_s=None))
+        # Updates on the GPU are a part of it that has a rate of its own.
+        assert planner.predicted(plan).compute_s == pytest.approx(factor * compute_s, rel=0.01)
+    again, plan = made(monkeypatch, adapt=False, profile=model)
+    assert again.predicted(plan).compute_s == pytest.approx(1.5 * compute_s, rel=0.2), "kept between runs"
 
 
 def test_adaptation_can_be_switched_off(monkeypatch):

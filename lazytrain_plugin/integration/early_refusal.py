@@ -44,7 +44,9 @@ def check_before_loading(model: nn.Module, ds_config: dict[str, Any]) -> None:
     config = parse_block(lazytrain_block(ds_config))
     on_meta = all(parameter.is_meta for parameter in model.parameters())
     quantized = getattr(model, "hf_quantizer", None) is not None
-    if config.plan.path is not None or keeps_deepspeed_engine(ds_config) or quantized or not on_meta:
+    # Several ranks hold the model together, and how many is known once they have met.
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if not alone or config.plan.path is not None or keeps_deepspeed_engine(ds_config) or quantized or not on_meta:
         return
     try:
         _check(model, config, ds_config)

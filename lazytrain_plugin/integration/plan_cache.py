@@ -72,6 +72,22 @@ class PlanCache:
     ) -> None:
         self._write(self._rates_path(model, hardware, max_tokens), json.dumps(rates, indent=1) + "\n")
 
+    def load_unit_times(self, model: ModelProfile, conditions: list) -> list[tuple[float, float]] | None:
+        """Seconds per token of each unit's forward and backward, measured under `conditions`; None if they weren't."""
+        text = self._read(self._unit_times_path(model, conditions))
+        try:
+            times = [(float(forward), float(backward)) for forward, backward in json.loads(text)] if text else []
+        except (ValueError, TypeError):
+            return None
+        usable = len(times) == len(model.units) > 0 and all(0 < each < float("inf") for pair in times for each in pair)
+        return times if usable else None
+
+    def store_unit_times(self, model: ModelProfile, conditions: list, times: list[tuple[float, float]]) -> None:
+        self._write(self._unit_times_path(model, conditions), json.dumps(times) + "\n")
+
+    def _unit_times_path(self, model: ModelProfile, conditions: list) -> Path:
+        return self._folder / f"units-{self._key(model, None, conditions)}.json"
+
     def _plan_path(self, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> Path:
         grain = FREE_MEMORY_GRAIN_BYTES
         rounded = replace(

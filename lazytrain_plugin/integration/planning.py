@@ -16,6 +16,7 @@ from lazytrain_plugin.integration import several_ranks
 from lazytrain_plugin.integration.plan_cache import PlanCache
 from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.training_request import training_machine, training_request
+from lazytrain_plugin.integration.unit_times import scaled, timed_profile
 from lazytrain_plugin.plan.background import BackgroundSolve
 from lazytrain_plugin.plan.fidelity import lossy_choices
 from lazytrain_plugin.plan.planner import make_plan
@@ -29,6 +30,7 @@ from lazytrain_plugin.plan.timeline import build_timeline
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.units import gib_to_bytes
 from lazytrain_plugin.vocab import Fidelity, Tier, Updater
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ class Planner:
         self._native = native
         self._least_tokens = least_tokens
         self._planned_tokens: int | None = None
+        self._observed: dict[str, float] = {}
+        """Rates of the machine that steps of this model have shown."""
         self.request: PlanRequest | None = None
         self._search: BackgroundSolve | None = None
         self._current: PlacementPlan | None = None
@@ -81,12 +85,38 @@ class Planner:
                 fused_kernels=config.fused_kernels and device.type == "cuda",
                 dtypes=dtypes,
             )
+            self._untimed_profile = self._timed_profile = self.model_profile
+            """The untimed one is the same in every run: what is kept between runs is looked up by it."""
             local_size = 1 if ranks is None else ranks.local_size
             self._measured_hardware = training_machine(config, device, native=native, local_world_size=local_size)
             if ranks is not None:
                 self._measured_hardware = several_ranks.shared_hardware(self._measured_hardware, ranks)
-            self.hardware = self._measured_hardware
-            """As measured, or as steps of this model have shown it since."""
+            if self._measured_hardware.has_gpu:  # a CPU takes seconds for a layer, and decides little
+                self._time_units(model, dtypes)
+            self._take_rates({})
+
+    def _take_rates(self, rates: dict[str, float]) -> None:
+        """Machine and model as measured alone, with `rates` of real steps instead of the machine's own."""
+        self.hardware = replace(self._measured_hardware, **rates)
+        # Layers that were measured one by one keep their proportions.
+        slower = self._measured_hardware.layer_flop_frac / self.hardware.layer_flop_frac
+        self.model_profile = scaled(self._timed_profile, slower)
+
+    def _time_units(self, model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
+        num_tokens = self._config.max_tokens or self._least_tokens * self.model_profile.sequence_length
+        self._timed_profile = timed_profile(
+            self._untimed_profile,
+            model,
+            self._discovery,
+            self._device,
+            machine=self._measured_hardware,
+            cache=self._cache,
+            dtypes=dtypes,
+            fused_kernels=self._config.fused_kernels and self._device.type == "cuda",
+            num_tokens=num_tokens,
+            sequence_length=max(1, num_tokens // self._least_tokens),
+            budget_bytes=gib_to_bytes(self._config.gpu_memory_gib) or self._measured_hardware.gpu_free_bytes,
+        )
 
     def _load_fixed_plan(self) -> PlacementPlan | None:
         path = self._config.plan.path
@@ -150,8 +180,9 @@ class Planner:
         self._planned_tokens = num_tokens
         self.close()  # a search for smaller batches is of no use
         self.request = request = self._request_for(num_tokens)
-        rates = self._cache.load_rates(self.model_profile, self._measured_hardware, num_tokens)
-        self.hardware = replace(self._measured_hardware, **rates)
+        rates = self._cache.load_rates(self._untimed_profile, self._measured_hardware, num_tokens)
+        self._observed = rates
+        self._take_rates(rates)
         found = self._cache.load_plan(self.model_profile, self.hardware, request)
         plan = found or make_plan(self.model_profile, self.hardware, request)
         if found is None:
@@ -217,11 +248,13 @@ class Planner:
         if measured.update_parameters_per_s is not None:
             name = f"cpu_update_{self._state_bits}bit_{'shared_' if hardware.has_gpu else ''}parameters_per_s"
             rates[name] = measured.update_parameters_per_s
-        of = self.model_profile, self._measured_hardware, self._planned_tokens
-        # A run that accumulates shows no update rate; what an earlier one showed still holds.
-        self._cache.store_rates(*of, {**self._cache.load_rates(*of), **rates})
         drift = {name: rate / getattr(hardware, name) - 1 for name, rate in rates.items()}
-        self.hardware = replace(hardware, **rates)
+        # A run that accumulates shows no update rate; what an earlier one showed still holds.
+        of = self._untimed_profile, self._measured_hardware, self._planned_tokens
+        rates = {**self._cache.load_rates(*of), **self._observed, **rates}
+        self._observed = rates
+        self._cache.store_rates(*of, rates)
+        self._take_rates(rates)
         # Without a GPU a plan decides only what is kept, and memory decides that.
         if self._swaps_left and hardware.has_gpu and max(map(abs, drift.values())) > DRIFT_FRAC:
             shown = ", ".join(f"{name} {change:+.0%}" for name, change in drift.items())

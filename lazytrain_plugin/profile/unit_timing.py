@@ -11,7 +11,7 @@ import copy
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,7 +64,7 @@ def measure_units(
     measured = []
     modules = dict(units)
     for unit in profile.units:
-        kind = _kind(unit)
+        kind = kind_of(unit)
         if kind not in times:
             try:
                 times[kind] = time_unit(modules[unit.name], *calls[unit.name], device, prepare=prepare)
@@ -125,6 +125,21 @@ def time_unit(
     return UnitTimes(forward_s=statistics.median(forward), backward_s=statistics.median(backward))
 
 
+def meta_copy(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype]) -> nn.Module:
+    """A copy of `model` without memory: its structure, with parameters and buffers on the meta device.
+
+    Args:
+        dtypes: what parameters are going to be where that is not what they are now.
+    """
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        shape_only = torch.empty_like(parameter, dtype=dtypes.get(parameter, parameter.dtype), device="meta")
+        memo[id(parameter)] = nn.Parameter(shape_only, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
 def _calls_on_meta(
     model: nn.Module, units: Sequence[tuple[str, nn.Module]], batch_size: int, sequence_length: int
 ) -> dict[str, tuple[tuple, dict]]:
@@ -151,7 +166,8 @@ def _calls_on_meta(
     return calls
 
 
-def _kind(unit: UnitProfile) -> tuple:
+def kind_of(unit: UnitProfile) -> tuple:
+    """Units with the same are timed once."""
     tensors = tuple((tensor.shape, tensor.dtype, tensor.trainable) for tensor in unit.tensors)
     return tensors, unit.kept_bytes_per_token, unit.flop_per_token
 
