@@ -6,7 +6,7 @@
 Arms, each from the same initial weights and with the same batches in the same order:
 
     exact     32-bit states, activations as they are
-    balanced  8-bit states, activations in 8 bits outside of attention
+    balanced  8-bit states
     compact   8-bit states, activations in 4 bits outside of attention
     uniform   the same with attention in 4 bits too, which the engine never does: what the layer-aware rule is for
 
@@ -55,7 +55,7 @@ class Bits:
 BASELINE = "exact"
 ARMS = {
     BASELINE: Bits(32, 16),
-    "balanced": Bits(8, 8),
+    "balanced": Bits(8, 16),
     "compact": Bits(8, 4),
     "uniform": Bits(8, 4, attention_too=True),
 }

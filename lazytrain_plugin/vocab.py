@@ -37,3 +37,7 @@ class Fidelity(StrEnum):
     EXACT = "exact"
     BALANCED = "balanced"
     COMPACT = "compact"
+
+
+LEAST_ACTIVATION_BITS = {Fidelity.EXACT: 16, Fidelity.BALANCED: 16, Fidelity.COMPACT: 4}
+"""The fewest bits of a saved activation that each allows; 16: as it is."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.vocab import Fidelity
+from lazytrain_plugin.vocab import LEAST_ACTIVATION_BITS, Fidelity
 
 _KINDS = {
     "bool": "true or false",
@@ -208,7 +208,7 @@ class ActivationsConfig:
 
     bits: int | None = option(
         "the fewest bits of a saved activation outside of attention, more where memory is left; 16: as it is; null: "
-        "what fidelity says, 16 for exact, 8 for balanced, 4 for compact",
+        "4 for fidelity compact, else 16",
         None,
         Rule(kind="integer", nullable=True, choices=(16, 8, 6, 5, 4)),
     )
@@ -270,8 +270,8 @@ class LazyTrainConfig:
 
     enabled: bool = option("false gives plain DeepSpeed with the same file", True, Rule(kind="bool"))
     fidelity: str = option(
-        "exact: 32-bit optimizer states, results equal bit for bit whatever the plan; balanced: 8-bit states "
-        "and activations; compact: 8-bit gradients and 4-bit activations",
+        "exact: 32-bit optimizer states, results equal bit for bit whatever the plan; balanced: 8-bit states, "
+        "and 8-bit gradients between nodes; compact: 8-bit gradients and 4-bit activations too",
         Fidelity.EXACT.value,
         Rule(kind="string", choices=tuple(fidelity.value for fidelity in Fidelity)),
     )
@@ -361,7 +361,7 @@ class LazyTrainConfig:
         """The fewest bits of a saved activation, after fidelity and override."""
         if self.activations.bits is not None:
             return self.activations.bits
-        return {Fidelity.EXACT: 16, Fidelity.BALANCED: 8, Fidelity.COMPACT: 4}[Fidelity(self.fidelity)]
+        return LEAST_ACTIVATION_BITS[Fidelity(self.fidelity)]
 
     @property
     def gradient_bits(self) -> int:

@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lazytrain_plugin.plan.result import ACTIVATION_BITS, PlacementPlan, UnitPlan
-from lazytrain_plugin.vocab import Activations, Fidelity, Tier
+from lazytrain_plugin.vocab import Activations, Tier
 
 if TYPE_CHECKING:
     from lazytrain_plugin.plan.problem import PlacementProblem
 
 BLOCK = 128
 """Values that share a scale of two bytes, as in kernels/blockwise.py."""
-LEAST_BITS = {Fidelity.EXACT: 16, Fidelity.BALANCED: 8, Fidelity.COMPACT: 4}
 FLOP_PER_CODED_BYTE = 150.0
 """Encoding and decoding take as long as this many FLOP of matrix products for each byte read or written: the rate of
 element-wise work in profile/probe.py."""

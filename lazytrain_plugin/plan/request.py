@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.plan.formats import LEAST_BITS
 from lazytrain_plugin.units import GIB
-from lazytrain_plugin.vocab import Activations, Fidelity
+from lazytrain_plugin.vocab import LEAST_ACTIVATION_BITS, Activations, Fidelity
 
 WEIGHT_SLOTS = 3
 GRADIENT_SLOTS = 2
@@ -90,7 +89,7 @@ class PlanRequest:
         if self.gradient_bits is None:
             object.__setattr__(self, "gradient_bits", 8 if self.fidelity == Fidelity.COMPACT else 16)
         if self.activation_bits is None:
-            object.__setattr__(self, "activation_bits", LEAST_BITS[self.fidelity])
+            object.__setattr__(self, "activation_bits", LEAST_ACTIVATION_BITS[self.fidelity])
         for what, bits in (("gradients", self.gradient_bits), ("activations", self.activation_bits)):
             if bits < 16 and self.fidelity == Fidelity.EXACT:
                 raise ConfigError(

@@ -110,7 +110,7 @@ def test_wrong_value_says_where_what_and_the_remedy(block, says):
     ("block", "state_bits", "gradient_bits", "activation_bits"),
     [
         ({}, 32, 16, 16),
-        ({"fidelity": "balanced"}, 8, 16, 8),
+        ({"fidelity": "balanced"}, 8, 16, 16),
         ({"fidelity": "compact"}, 8, 8, 4),
         ({"gradients": {"bits": 8}}, 32, 8, 16),
         ({"activations": {"bits": 5}}, 32, 16, 5),
