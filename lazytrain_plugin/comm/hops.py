@@ -19,6 +19,19 @@ SIGN_OF_LIFE_S = 3.0
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
+_spare: list = []
+"""The process group of all ranks, and the groups within it that closed reducers left."""
+
+
+def _spare_groups() -> dict[tuple, list[dist.ProcessGroup]]:
+    """Groups are kept, not destroyed: torch gives the next group of the same ranks the name of one that is gone, and
+    its ranks would find each other's old addresses under that name."""
+    world = dist.group.WORLD
+    if not _spare or _spare[0] is not world:
+        _spare[:] = [world, {}]
+    return _spare[1]
+
+
 def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> datetime.timedelta | None:
     """The time-out that the user gave the group (`ddp_timeout` and the like); None, torch's default, if it has none."""
     try:
@@ -42,6 +55,7 @@ class Hops:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self._timeout = _timeout_of(group, device) if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        self._groups: list[tuple[list[dist.ProcessGroup], dist.ProcessGroup]] = []
         self.job = self._new_group(range(len(self.ranks)))
         self.topology = self._discover() if topology is None else topology
         if self.topology.world_size != len(self.ranks):
@@ -61,8 +75,14 @@ class Hops:
         self.ranks_per_node, self.nodes = len(node), len(nodes)
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        members = [self.ranks[rank] for rank in ranks]
-        return dist.new_group(members, timeout=self._timeout, use_local_synchronization=True)
+        members = tuple(self.ranks[rank] for rank in ranks)
+        spare = _spare_groups().setdefault((members, self._timeout), [])
+        if spare:
+            group = spare.pop()
+        else:
+            group = dist.new_group(list(members), timeout=self._timeout, use_local_synchronization=True)
+        self._groups.append((spare, group))
+        return group
 
     def _discover(self) -> Topology:
         mine = torch.tensor([node_key()], dtype=torch.int64, device=self.device)
@@ -139,7 +159,9 @@ class Hops:
         except (RuntimeError, AttributeError):
             return [self.ranks[0]]  # the store lives in the first rank where there is no launcher
 
-    def close(self) -> None:
-        for group in (self.across, self.inside, self.job):
-            if group is not None:
-                dist.destroy_process_group(group)
+    def close(self, *, usable: bool) -> None:
+        """Leaves the groups to the next one over the same ranks if they are `usable`; every rank calls it."""
+        for spare, group in self._groups:
+            if usable:
+                spare.append(group)
+        self._groups.clear()

@@ -219,10 +219,10 @@ class QuantizedReducer:
             logger.info("a gradient bucket of %d elements is reduced in full precision: %s", tensor.numel(), reason)
 
     def close(self) -> None:
-        """Ends the thread and the process groups; every rank calls it."""
+        """Ends the thread and leaves the process groups to the next reducer; every rank calls it."""
         if self._worker is not None:
             self._worker.shutdown()
-        self._hops.close()
+        self._hops.close(usable=self._failure is None)
 
     def _run_then(
         self,

@@ -268,6 +268,21 @@ def test_asynchronous_reductions_give_the_same_bits_in_order(device):
         assert same and order == list(range(6))
 
 
+def makes_and_closes(rank, device):
+    for ranks_per_node in (1, 2, 1, 1):
+        if rank == 0:
+            time.sleep(0.2)  # the others must not meet what the last reducer's groups left
+        reducer = make(ranks_per_node, timeout_s=10)
+        values = torch.full((3000,), float(rank), device=device)
+        reducer.reduce(values)
+        assert abs(float(values.mean()) - 1.5) < 0.02
+        reducer.close()
+
+
+def test_a_reducer_may_follow_a_closed_one(device):
+    succeed(makes_and_closes, 4, device=device.type, timeout_s=60)
+
+
 def late_writer(rank, device):
     """The tensor is written by a slow kernel just before, and read just after, with no host synchronisation."""
     reducer = make(1)
