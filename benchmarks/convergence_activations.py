@@ -147,7 +147,11 @@ def train(
             "gradient_clipping": setup.max_norm,
             "bf16": {"enabled": setup.dtype == "bf16"},
             "zero_optimization": {"stage": 3},
-            "lazytrain": {"plan": {"path": str(path)}, "optimizer": {"state_bits": bits.states}},
+            "lazytrain": {
+                "plan": {"path": str(path)},
+                "optimizer": {"state_bits": bits.states},
+                "activations": {"bits": bits.activations},
+            },
         }
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=setup.lr, betas=common.BETAS, weight_decay=setup.weight_decay

@@ -127,6 +127,8 @@ def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict
     elif hand_plan.is_asked_for(arguments):
         block["plan"] = {"path": str(folder / "plan.json")}
         hand_plan.make(arguments, model).save(folder / "plan.json")
+        block["gradients"] = {"bits": arguments.gradient_bits}
+        block["activations"] = {"bits": min(arguments.saved_bits, arguments.boundary_bits or 16)}
     config = {
         "train_micro_batch_size_per_gpu": arguments.bs,
         "gradient_accumulation_steps": arguments.accumulation,

@@ -207,6 +207,7 @@ def run_lazytrain(
         {
             "plan": {"path": str(plan_path)},
             "optimizer": {"implementation": work.implementation, "state_bits": state_bits},
+            "gradients": {"bits": gradient_bits},
             **(block or {}),
         }
     )

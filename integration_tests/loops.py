@@ -94,6 +94,7 @@ def initialize(
         make_plan(model, placement, state_bits, gradient_bits).save(folder / "plan.json")
         block["plan"] = {"path": str(folder / "plan.json")}
         block["optimizer"]["state_bits"] = state_bits
+        block["gradients"] = {"bits": gradient_bits}
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,

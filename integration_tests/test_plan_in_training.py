@@ -263,10 +263,12 @@ def test_what_no_batch_fits_is_refused_before_weights_move(device, tmp_path, mon
     assert not placed
 
 
-def test_a_plan_file_with_8_bit_states_is_refused_where_32_are_asked_for(device, tmp_path):
+@pytest.mark.parametrize(
+    ("bits", "switch"), [("state_bits", "optimizer.state_bits"), ("gradient_bits", "gradients.bits")]
+)
+def test_a_plan_file_with_fewer_bits_than_asked_for_is_refused(device, tmp_path, bits, switch):
     """Exactness would be lost without a word otherwise, and the log would say 32 bits."""
     work = Work(model="qwen2_tied", implementation="native")
-    with pytest.raises(PlanMismatchError, match=r"8 bits, and this job asks for 32; set \"fidelity\": \"balanced\""):
-        run_lazytrain(
-            work, Placement(homes="cpu"), tmp_path, device, state_bits=8, block={"optimizer": {"state_bits": 32}}
-        )
+    exact = {"optimizer": {"state_bits": 32}, "gradients": {"bits": 16}}
+    with pytest.raises(PlanMismatchError, match=rf'in 8 bits, and this job asks for \d\d; set "{switch}"'):
+        run_lazytrain(work, Placement(homes="cpu"), tmp_path, device, block=exact, **{bits: 8})

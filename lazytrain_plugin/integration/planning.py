@@ -132,12 +132,19 @@ class Planner:
             raise PlanMismatchError(
                 f"{path} is not a plan of this model: it {' and '.join(odd)}; make one with `lazytrain plan`"
             )
-        lossy = [unit.name for unit in (*plan.units, *plan.stem) if unit.state_bits < self._state_bits]
-        if lossy:
-            raise PlanMismatchError(
-                f"{path} keeps the optimizer states of {lossy[0]} (and {len(lossy) - 1} more) in 8 bits, and this job "
-                'asks for 32; set "fidelity": "balanced" or "optimizer": {"state_bits": 8}, or plan again'
-            )
+        config = self._config
+        for what, key, least, bits_of in (
+            ("optimizer states", "optimizer.state_bits", self._state_bits, lambda unit: unit.state_bits),
+            ("gradients", "gradients.bits", config.resting_gradient_bits, lambda unit: unit.gradient_bits),
+            ("activations", "activations.bits", config.activation_bits, lambda unit: unit.saved_bits),
+            ("inputs", "activations.bits", config.activation_bits, lambda unit: unit.boundary_bits),
+        ):
+            lossy = [unit for unit in (*plan.units, *plan.stem) if bits_of(unit) < least]
+            if lossy:
+                raise PlanMismatchError(
+                    f"{path} keeps the {what} of {lossy[0].name} (and {len(lossy) - 1} more) in {bits_of(lossy[0])} "
+                    f'bits, and this job asks for {least}; set "{key}" or a lower "fidelity", or plan again'
+                )
         return plan
 
     def first_plan(self) -> PlacementPlan:
