@@ -224,8 +224,8 @@ class GradientCommConfig:
     PATH: ClassVar[str] = f"{BLOCK}.gradient_comm"
 
     bits: int | None = option(
-        "8: in 8-bit codes between nodes; 16: in their own precision; null: what fidelity says, 16 for exact and 8 for "
-        "balanced",
+        "at ZeRO stages 0, 1 and 2, 8: in 8-bit codes between nodes; 16: in their own precision; null: what fidelity "
+        "says, 16 for exact, else 8",
         None,
         Rule(kind="integer", nullable=True, choices=(8, 16)),
     )
@@ -270,8 +270,9 @@ class LazyTrainConfig:
 
     enabled: bool = option("false gives plain DeepSpeed with the same file", True, Rule(kind="bool"))
     fidelity: str = option(
-        "exact: 32-bit optimizer states, results equal bit for bit whatever the plan; balanced: 8-bit states, "
-        "and 8-bit gradients between nodes; compact: 8-bit gradients and 4-bit activations too",
+        "exact: 32-bit optimizer states, results equal bit for bit whatever the plan; balanced: 8-bit states "
+        "(at ZeRO stages 0, 1 and 2: 8-bit gradients between nodes); compact: 8-bit gradients and 4-bit activations "
+        "too",
         Fidelity.EXACT.value,
         Rule(kind="string", choices=tuple(fidelity.value for fidelity in Fidelity)),
     )

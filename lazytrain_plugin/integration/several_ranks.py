@@ -54,6 +54,8 @@ def make_rank_group(group: Any, device: torch.device, config: LazyTrainConfig) -
         ranks = RankGroup(device, group=group, topology=topology)
         _groups[key] = dist.group.WORLD, ranks
     logger.info("training on %s; the ranks of a node have one copy of the model", ranks.hops.topology.describe())
+    if ranks.num_nodes > 1 and config.gradient_bits == 8:
+        logger.warning("gradients cross nodes in fp32: 8-bit codes between nodes are for ZeRO stages 0, 1 and 2 so far")
     return ranks
 
 
