@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from lazytrain_plugin.comm.ddp import ddp_comm_hook
     from lazytrain_plugin.comm.reducer import QuantizedReducer
     from lazytrain_plugin.config.schema import (
+        ActivationsConfig,
         GradientCommConfig,
+        GradientsConfig,
         LazyTrainConfig,
         OptimizerConfig,
         PlanConfig,
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "ActivationsConfig": "lazytrain_plugin.config.schema",
     "GradientCommConfig": "lazytrain_plugin.config.schema",
+    "GradientsConfig": "lazytrain_plugin.config.schema",
     "LazyTrainConfig": "lazytrain_plugin.config.schema",
     "OptimizerConfig": "lazytrain_plugin.config.schema",
     "PlanConfig": "lazytrain_plugin.config.schema",
@@ -38,7 +42,9 @@ _HOME_OF = {
 }
 
 __all__ = [
+    "ActivationsConfig",
     "GradientCommConfig",
+    "GradientsConfig",
     "LazyTrainConfig",
     "LazyTrainDDPKwargs",
     "LazyTrainError",

@@ -41,9 +41,6 @@ class Topology:
         sizes = {len(node) for node in self.nodes}
         return sizes.pop() if len(sizes) == 1 else None
 
-    def node_of(self, rank: int) -> int:
-        return next(index for index, node in enumerate(self.nodes) if rank in node)
-
     @classmethod
     def consecutive(cls, world_size: int, ranks_per_node: int) -> Topology:
         """Nodes of `ranks_per_node` neighbouring ranks. Raises ConfigError if that doesn't divide the world size."""

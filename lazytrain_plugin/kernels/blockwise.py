@@ -63,11 +63,6 @@ class BlockFormat:
         return BLOCK * self.bits // 8
 
     @property
-    def bits_per_value(self) -> float:
-        """With the scale."""
-        return self.bits + 16 / BLOCK if self.bits < 16 else 16.0
-
-    @property
     def largest_scale(self) -> float:
         """The largest bf16 whose product with the largest level is finite in bf16."""
         quotient = torch.tensor(LARGEST_BF16 / self.largest_level, dtype=torch.float32)

@@ -42,7 +42,7 @@ class CountBounds:
 
     def __init__(self, problem: PlacementProblem, model: highspy.Highs, v: Variables) -> None:
         self._model = model
-        self._counts = list(self._stem_counts(problem, v)) + list(self._unit_counts(problem, v))
+        self._counts = list(self._stem_counts(problem, v)) + list(self._unit_counts(v))
         self.deepest: Relaxed | None = None
         """The relaxation of the first node whose counts are all whole."""
         self.num_nodes = 0
@@ -111,7 +111,7 @@ class CountBounds:
                 if not isinstance(column, int):
                     yield _Count(column.index, False, (column.index,), weight)
 
-    def _unit_counts(self, problem: PlacementProblem, v: Variables):
+    def _unit_counts(self, v: Variables):
         groups = {f"num_{home}": columns for home, columns in v.homes.items()}
         for choice in dict.fromkeys(choice for choices in v.saved for choice in choices):
             groups["num_" + "_".join(choice)] = [choices.get(choice, 0) for choices in v.saved]

@@ -66,7 +66,7 @@ def memory_series(
         levels = _with_head_room(passing, ring)
         series["gpu"] = levels.as_series(fixed, step_s)
         fixed = {line: size for line, size in ledger.cpu.items() if line != "offloaded activations"}
-        series["cpu"] = _offloaded_levels(problem, plan, events).as_series(fixed, step_s)
+        series["cpu"] = _offloaded_levels(events).as_series(fixed, step_s)
     else:
         fixed = {line: size for line, size in ledger.cpu.items() if line not in (*PASSING, "head-room")}
         series["cpu"] = _with_head_room(passing, 0).as_series(fixed, step_s)
@@ -138,7 +138,7 @@ def _with_head_room(levels: _Levels, ring_bytes: int) -> _Levels:
     return levels
 
 
-def _offloaded_levels(problem: PlacementProblem, plan: PlacementPlan, events: Sequence[Event]) -> _Levels:
+def _offloaded_levels(events: Sequence[Event]) -> _Levels:
     """Activations in host memory: there from when they start to leave until they are back."""
     changes = [
         (e.start_s, e.num_bytes) if e.resource == Resource.D2H else (e.end_s, -e.num_bytes)
