@@ -365,7 +365,7 @@ class LazyTrainConfig:
         return LEAST_ACTIVATION_BITS[Fidelity(self.fidelity)]
 
     @property
-    def gradient_bits(self) -> int:
+    def wire_gradient_bits(self) -> int:
         """Bits of a gradient element between nodes after fidelity and override: 16 (its own precision) or 8."""
         if self.gradient_comm.bits is not None:
             return self.gradient_comm.bits

@@ -44,10 +44,9 @@ class GradientComm:
     @classmethod
     def attach(cls, engine: Any, config: LazyTrainConfig) -> GradientComm | None:
         """Replaces the reduction of `engine`, on every rank at the same point; None if there is nothing to replace."""
-        if dist.get_world_size() == 1 or config.gradient_bits == 16:
-            why = (
-                "one rank" if dist.get_world_size() == 1 else f"{config.gradient_bits} bits, {config.fidelity} fidelity"
-            )
+        if dist.get_world_size() == 1 or config.wire_gradient_bits == 16:
+            bits = f"{config.wire_gradient_bits} bits, {config.fidelity} fidelity"
+            why = "one rank" if dist.get_world_size() == 1 else bits
             logger.info("gradient_comm changes nothing (%s): DeepSpeed's own gradient reduction", why)
             return None
         comm = cls(engine, config)

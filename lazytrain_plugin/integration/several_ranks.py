@@ -54,7 +54,7 @@ def make_rank_group(group: Any, device: torch.device, config: LazyTrainConfig) -
         ranks = RankGroup(device, group=group, topology=topology)
         _groups[key] = dist.group.WORLD, ranks
     logger.info("training on %s; the ranks of a node have one copy of the model", ranks.hops.topology.describe())
-    if ranks.num_nodes > 1 and config.gradient_bits == 8:
+    if ranks.is_first and ranks.num_nodes > 1 and config.wire_gradient_bits == 8:
         logger.warning("gradients cross nodes in fp32: 8-bit codes between nodes are for ZeRO stages 0, 1 and 2 so far")
     return ranks
 
@@ -113,6 +113,7 @@ class AgreedPlanner:
         ranks.from_first(begin, "start of the planner")
 
     def first_plan(self) -> PlacementPlan:
+        """As `Planner.first_plan`, on every rank."""
         return self._from_first(lambda: self._planner.first_plan())
 
     def plan_for(self, num_tokens: int | None) -> PlacementPlan | None:
@@ -136,12 +137,15 @@ class AgreedPlanner:
         return None
 
     def predicted(self, plan: PlacementPlan) -> StepTimes | None:
+        """The replay on the first rank; None on the others, which have no planner."""
         return self._planner.predicted(plan) if self._planner is not None else None
 
     def timeline(self) -> dict[str, Any] | None:
+        """As `predicted`."""
         return self._planner.timeline() if self._planner is not None else None
 
     def observe(self, measured: ObservedStep) -> None:
+        """The first rank keeps the rates for the next run."""
         if self._planner is not None:
             self._planner.observe(measured)
 

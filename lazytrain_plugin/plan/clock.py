@@ -8,6 +8,8 @@ from enum import StrEnum
 
 
 class Resource(StrEnum):
+    """What works in parallel with the others; `WORKER` is the CPU that updates."""
+
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
@@ -40,6 +42,7 @@ class Clock:
         self._record = record
 
     def run(self, name: str, resource: Resource, duration_s: float, *after_s: float, num_bytes: int = 0) -> float:
+        """Ends an operation that begins when its resource is free and all of `after_s` have passed; returns when."""
         duration_s = self.noisy(duration_s)
         start_s = max(self.free_s[resource], *after_s) if after_s else self.free_s[resource]
         end_s = start_s + duration_s
@@ -72,9 +75,11 @@ class Ring:
         self._free_s: list[float] = []
 
     def free_s(self) -> float:
+        """When the buffer whose turn it is has been left."""
         return self._free_s[-self._count] if len(self._free_s) >= self._count > 0 else 0.0
 
     def use(self, until_s: float) -> None:
+        """Takes that buffer until then."""
         self._free_s.append(until_s)
 
     def clear(self) -> None:

@@ -24,6 +24,7 @@ class Relaxed:
     values: list[float]
 
     def of(self, column: Column) -> float:
+        """A column's value; 0 where the problem has no such choice."""
         return 0.0 if isinstance(column, int) else self.values[column.index]
 
 

@@ -41,11 +41,13 @@ class GradientFormat:
 
     @property
     def arrival_bytes(self) -> int:
+        """Bytes of the flat of arrivals."""
         numel = self.layout.state_numel
         return numel + 2 * (numel // CODE_BLOCK) if self.coded else self.layout.gradient_bytes
 
     @property
     def sum_dtype(self) -> torch.dtype:
+        """Of the flat of sums; int16 holds codes and steps."""
         return torch.int16 if self.coded else torch.float32
 
     @property

@@ -77,6 +77,7 @@ class RankGroup:
     # Agreement.
 
     def barrier(self, phase: str) -> None:
+        """Returns when every rank has called it."""
         self.maximum([0], phase)
 
     def maximum(self, values: Sequence[int], phase: str) -> list[int]:
@@ -160,6 +161,7 @@ class RankGroup:
         return maps
 
     def update_counters(self, num_units: int) -> UpdateCounters:
+        """Counters of this node, all 0; every rank makes them at the same point."""
         return UpdateCounters(self, num_units)
 
 

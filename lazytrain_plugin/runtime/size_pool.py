@@ -48,6 +48,7 @@ class SizePool(Generic[T]):
 
     @property
     def free_bytes(self) -> int:
+        """Of what nobody has taken."""
         return sum(nbytes for nbytes, _ in self._free)
 
 

@@ -206,9 +206,9 @@ def test_which_configs_keep_deepspeeds_engine():
 
 
 def test_stage_3_takes_the_keys_and_keeps_its_checks():
-    assert hook.load_config(config(3, gradient_comm={"bits": 8})).gradient_bits == 8
-    assert hook.load_config(config(3, fidelity="balanced")).gradient_bits == 8
-    assert hook.load_config(config(3)).gradient_bits == 16
+    assert hook.load_config(config(3, gradient_comm={"bits": 8})).wire_gradient_bits == 8
+    assert hook.load_config(config(3, fidelity="balanced")).wire_gradient_bits == 8
+    assert hook.load_config(config(3)).wire_gradient_bits == 16
     with pytest.raises(ConfigError, match="stage 3.*gradient_comm"):
         hook.load_config(config(2))
 

@@ -5,6 +5,7 @@ One set of processes of each size runs everything: importing deepspeed takes lon
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from lazytrain_plugin.config.schema import GradientCommConfig, LazyTrainConfig
+from lazytrain_plugin.integration.several_ranks import make_rank_group
 from tests.comm.ranks import succeed
 from tests.runtime.rig import VOCAB, Model
 from tests.runtime.test_several_ranks import WideBlock
@@ -228,6 +231,24 @@ def same(a, b):
 def close(a, b):
     for key, value in a.items():
         torch.testing.assert_close(b[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, k=key: f"{k}: {text}")
+
+
+def asks_for_codes(rank, device):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lazytrain_plugin").addHandler(handler)
+    told = []
+    for fidelity, ranks_per_node in (("balanced", 1), ("balanced", 2), ("exact", 1)):
+        said.clear()
+        gradient_comm = GradientCommConfig(ranks_per_node=ranks_per_node)
+        make_rank_group(None, device, LazyTrainConfig(fidelity=fidelity, gradient_comm=gradient_comm))
+        told.append(any("cross nodes in fp32" in line for line in said))
+    return told
+
+
+def test_what_is_not_done_between_nodes_is_said_once():
+    assert succeed(asks_for_codes, 2) == [[True, False, False], [False] * 3]
 
 
 def test_two_ranks_train_as_one_rank(two, one):
