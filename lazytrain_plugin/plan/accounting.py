@@ -1,6 +1,6 @@
 """What a plan holds in each tier at its fullest moment, line by line. The only place that adds bytes up.
 
-GPU memory peaks in one of these windows of a step, and each is counted (docs/formulation.md, Eq. 4 to 6):
+GPU memory peaks in one of these windows of a step, and each is counted (docs/formulation.md, Eq. 7 and 8):
 - the loss: all inputs and all saved activations, with the logits;
 - the backward of unit u: inputs and saved activations of the units up to u (later ones are already freed), u's
   recompute, and the gradients of the units from u on that rest on the GPU or are on their way off it;

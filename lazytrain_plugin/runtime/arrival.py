@@ -7,6 +7,6 @@ class Arrival(Enum):
     """What a tensor's gradient memory holds in this window."""
 
     WHOLE = "whole"
-    """One gradient, in the weight's dtype, where it arrived."""
+    """One gradient, in the weight's dtype or in 8-bit codes, where it arrived."""
     SUMMED = "summed"
-    """A sum in the fp32 accumulator."""
+    """A sum over micro-batches, in fp32 or in 16-bit codes."""
