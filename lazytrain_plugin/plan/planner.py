@@ -18,8 +18,8 @@ def make_plan(model: ModelProfile, hardware: HardwareProfile, request: PlanReque
     """The best placement that this installation can find. Errors: as `greedy_plan`."""
     if importlib.util.find_spec("highspy") is None:
         logger.warning(
-            "highspy is not installed: the plan comes from the greedy planner, whose steps take 1 to 33 %% longer in the "
-            "cases of docs/planner-results.md, without a proven gap (pip install highspy)"
+            "highspy is not installed: the plan comes from the greedy planner, whose steps take 1 to 33 % longer in "
+            "the cases of docs/planner-results.md, without a proven gap (pip install highspy)"
         )
         return greedy_plan(model, hardware, request)
     from lazytrain_plugin.plan.solve import solve_plan
