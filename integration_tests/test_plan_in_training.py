@@ -248,7 +248,8 @@ def test_traced_steps_are_written_beside_the_plan_and_change_no_bit(device, tmp_
 
 
 def test_a_trace_that_cannot_be_written_does_not_end_the_run(device, tmp_path, caplog):
-    block = {"trace": {"path": str(tmp_path / "no" / "trace.json"), "first_step": 1, "num_steps": 1}}
+    (tmp_path / "trace.json").mkdir()
+    block = {"trace": {"path": str(tmp_path / "trace.json"), "first_step": 1, "num_steps": 1}}
     found = run(tmp_path / "traced", device, block=block)
     assert len(found.losses) == 8
     assert "can't be written" in caplog.text

@@ -51,6 +51,8 @@ def parse_block(block: dict) -> LazyTrainConfig:
     config = _parse(block, LazyTrainConfig)
     if config.plan.path is not None:
         _check_file(f"{BLOCK}.plan.path", config.plan.path)
+    if config.trace.path is not None:
+        _check_folder_of(f"{BLOCK}.trace.path", config.trace.path)
     for path in config.nvme_paths:
         check_nvme_folder(f"{BLOCK}.nvme_path", path)
     if config.nvme_gib is not None:
@@ -117,9 +119,14 @@ def _string_for_other_type(key: str, value: Any, rule: Rule) -> str | None:
     return f"expected {rule.describe()}, without quotes"
 
 
-def _check_file(key: str, path: str) -> None:
+def _check_folder_of(key: str, path: str) -> Path:
     resolved = Path(path).expanduser().absolute()
     if not resolved.parent.is_dir():
         raise ConfigError(f'"{key}" is "{path}", but the folder {resolved.parent} does not exist; correct the path.')
+    return resolved
+
+
+def _check_file(key: str, path: str) -> None:
+    resolved = _check_folder_of(key, path)
     if not resolved.is_file():
         raise ConfigError(f'"{key}" is "{path}", but {resolved} is not a file; write one with `lazytrain plan --out`.')

@@ -154,6 +154,12 @@ def test_missing_plan_file_and_missing_folder_are_told_apart(tmp_path, monkeypat
     assert "is not a file" in refusal({"plan": {"path": str(tmp_path)}})
 
 
+def test_the_folder_of_a_trace_is_there_before_anything_is_trained(tmp_path):
+    assert parse_block({"trace": {"path": str(tmp_path / "trace.json")}}).trace.path
+    text = refusal({"trace": {"path": str(tmp_path / "no" / "trace.json")}})
+    assert f"the folder {tmp_path / 'no'} does not exist" in text and '"lazytrain.trace.path"' in text
+
+
 class TestLazytrainBlock:
     def test_absent(self):
         assert lazytrain_block({"zero_optimization": {"stage": 3}}) is None
