@@ -79,7 +79,7 @@ def test_states_that_memory_does_not_hold_go_to_nvme(device, tmp_path, caplog):
     budgets = tight_budgets()
     got, plan = run(tmp_path / "tight", device, {**budgets, "nvme_path": str(disk)})
     on_disk = sum(unit.states == Tier.NVME for unit in plan.units)
-    assert 0 < on_disk < LAYERS
+    assert on_disk > 0
     assert plan.predicted_bytes["nvme"] > 0
     assert_bit_equal(got.weights, expected.weights)
     assert got.losses == expected.losses and got.grad_norms == expected.grad_norms

@@ -16,7 +16,7 @@ import highspy
 
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem
-from lazytrain_plugin.plan.relaxation import Relaxed, solve_relaxation
+from lazytrain_plugin.plan.relaxation import RelaxationError, Relaxed, solve_relaxation
 from lazytrain_plugin.plan.variables import Variables
 
 INTEGRAL = 1e-4
@@ -75,7 +75,11 @@ class CountBounds:
                 self._apply(child, applied)
                 applied = child
                 self.num_nodes += 1
-                relaxed = solve_relaxation(self._model)
+                try:
+                    relaxed = solve_relaxation(self._model)
+                except RelaxationError:
+                    closed_ms = min(closed_ms, bound_ms)  # nothing is known below this node
+                    continue
                 if relaxed is not None:
                     child_ms = max(bound_ms, relaxed.bound_ms)
                     heapq.heappush(nodes, (child_ms, self.num_nodes, child, relaxed.values))

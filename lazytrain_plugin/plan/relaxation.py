@@ -28,23 +28,44 @@ class Relaxed:
         return 0.0 if isinstance(column, int) else self.values[column.index]
 
 
+INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+
+
+class RelaxationError(Exception):
+    """HiGHS could not say whether the relaxation has a solution (numerical trouble): nothing is known from it."""
+
+
 def relax(model: highspy.Highs) -> Relaxed | None:
-    """Solves the relaxation; None: even fractions of units don't fit, so nothing does. The model stays as it is."""
+    """Solves the relaxation; None: even fractions of units don't fit, so nothing does. The model stays as it is.
+
+    Raises RelaxationError.
+    """
     model.setOptionValue("solve_relaxation", True)
-    relaxed = solve_relaxation(model)
-    model.setOptionValue("solve_relaxation", False)
-    model.clearSolver()
-    return relaxed
+    try:
+        return solve_relaxation(model)
+    finally:
+        model.setOptionValue("solve_relaxation", False)
+        model.clearSolver()
 
 
 def solve_relaxation(model: highspy.Highs) -> Relaxed | None:
-    """One relaxation, from the basis that the model has; the option is set. None: infeasible."""
+    """One relaxation, from the basis that the model has; the option is set. None: infeasible.
+
+    Raises RelaxationError.
+    """
     model.run()
+    for solver in ("simplex", "ipm"):
+        if model.getModelStatus() in (highspy.HighsModelStatus.kOptimal, *INFEASIBLE):
+            break
+        model.clearSolver()  # a basis that leads into numerical trouble, or a method
+        model.setOptionValue("solver", solver)
+        model.run()
+        model.setOptionValue("solver", "choose")
     status = model.getModelStatus()
-    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+    if status in INFEASIBLE:
         return None
     if status != highspy.HighsModelStatus.kOptimal:
-        raise RuntimeError(f"HiGHS ended the relaxation with {model.modelStatusToString(status)}; report this")
+        raise RelaxationError(model.modelStatusToString(status))
     return Relaxed(bound_ms=model.getInfo().objective_function_value, values=list(model.getSolution().col_value))
 
 

@@ -19,7 +19,7 @@ from lazytrain_plugin.plan.objective import set_objective
 from lazytrain_plugin.plan.patterns import polished, search_patterns
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.refusal import infeasible, rebuilder
-from lazytrain_plugin.plan.relaxation import Relaxed, relax, rounded
+from lazytrain_plugin.plan.relaxation import RelaxationError, Relaxed, relax, rounded
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
@@ -121,7 +121,12 @@ def _search(problem: PlacementProblem, until_s: float, gap_frac: float) -> tuple
     """The bound, and what was found: the best pattern first, then the whole program from there for the time left."""
     model, v = build_program(problem)
     _configure(model)
-    relaxed = relax(model)
+    try:
+        relaxed = relax(model)
+    except RelaxationError:
+        # Without bound and mixture: the whole program alone, for all of the time.
+        outcome = _run(problem, model, v, start=None, time_limit_s=until_s - time.monotonic(), gap_frac=gap_frac)
+        return outcome, [outcome.plan] if outcome.plan is not None and fits(problem, outcome.plan) else []
     if relaxed is None:
         return Outcome(status="infeasible"), []
     candidates = _find_patterns(problem, v, relaxed)
@@ -166,7 +171,10 @@ def _find_patterns(problem: PlacementProblem, v: variables.Variables, relaxed: R
         plain = replace(problem, capabilities=simple)
         model, columns = build_program(plain)
         _configure(model)
-        fewer = relax(model)
+        try:
+            fewer = relax(model)
+        except RelaxationError:
+            fewer = None
         start = fewer and search_patterns(plain, rounded(plain, columns, fewer, lean))
         found += [start, search_patterns(problem, start)] if start else []
     return [plan for plan in found if plan is not None]

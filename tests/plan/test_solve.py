@@ -215,3 +215,23 @@ def readable(lp_text: str) -> str:
 def test_nothing_is_printed(capfd):
     solve_plan(builders.model(2), builders.hardware(), PlanRequest(max_tokens=64))
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("fails", ["always", "first"])
+def test_a_relaxation_that_highs_cannot_decide_costs_the_bound_not_the_plan(monkeypatch, fails):
+    """Numerical trouble ends a run of the simplex method with "Unknown" now and then."""
+    solve, calls = highspy.Highs.getModelStatus, []
+
+    def status(model):
+        if model.getOptionValue("solve_relaxation")[1] and (fails == "always" or not calls):
+            calls.append(model)
+            return highspy.HighsModelStatus.kUnknown
+        return solve(model)
+
+    request = PlanRequest(max_tokens=64, capabilities=Capabilities())
+    expected = solve_plan(builders.model(3), builders.hardware(), request)
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", status)
+    plan = solve_plan(builders.model(3), builders.hardware(), request)
+    assert calls
+    check_plan(plan, builders.model(3), builders.hardware(), request)
+    assert plan.predicted_step_s == pytest.approx(expected.predicted_step_s, rel=0.01)
