@@ -45,7 +45,7 @@ def test_import_torch_installs_the_hook_and_imports_nothing_else():
 
 
 def test_autoload_takes_less_than_a_millisecond(tmp_path, monkeypatch):
-    """CPU time, so that a busy machine does not count, with bytecode as an installed package has it, best of three."""
+    """CPU time, so that a busy machine does not count, with bytecode as an installed package has it, best of ten."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     code = """
@@ -56,7 +56,7 @@ def test_autoload_takes_less_than_a_millisecond(tmp_path, monkeypatch):
         print(time.thread_time() - start)
         """
     run(code)  # compiles
-    assert min(float(run(code)) for _ in range(3)) < 1e-3
+    assert min(float(run(code)) for _ in range(10)) < 1e-3
 
 
 @pytest.mark.parametrize("first", ["deepspeed", "torch"])
