@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -129,10 +130,10 @@ def _search(problem: PlacementProblem, until_s: float, gap_frac: float) -> tuple
         return outcome, [outcome.plan] if outcome.plan is not None and fits(problem, outcome.plan) else []
     if relaxed is None:
         return Outcome(status="infeasible"), []
-    candidates = _find_patterns(problem, v, relaxed)
+    timed = _timed(problem, _find_patterns(problem, v, relaxed))
+    best_s, best = _quickest(timed)
     outcome = Outcome(status="bound by counts", bound_s=relaxed.bound_ms / 1e3)
-    best_s = min((simulate(problem, plan).step_s for plan in candidates), default=math.inf)
-    if candidates and 1 - outcome.bound_s / best_s > gap_frac:
+    if best is not None and 1 - outcome.bound_s / best_s > gap_frac:
         # Bounds by counts and a bit of order are cheap; what is left of the time is for the whole program.
         until_s = max(until_s, time.monotonic() + LEAST_SEARCH_S)
         counts = CountBounds(problem, model, v)
@@ -141,24 +142,33 @@ def _search(problem: PlacementProblem, until_s: float, gap_frac: float) -> tuple
         bound_ms = counts.raise_bound(relaxed, enough_ms, until_s=half_s, max_nodes=MAX_COUNT_NODES)
         outcome = replace(outcome, bound_s=bound_ms / 1e3)
         if counts.deepest is not None:
-            found = search_patterns(problem, rounded(problem, v, counts.deepest, leanest_plan(problem)))
-            candidates += [found] if found is not None else []
-        best = min(candidates, key=lambda plan: simulate(problem, plan).step_s)
-        candidates.append(polished(problem, best))
-        best_s = min(simulate(problem, plan).step_s for plan in candidates)
+            timed += _timed(
+                problem, [search_patterns(problem, rounded(problem, v, counts.deepest, leanest_plan(problem)))]
+            )
+        timed += _timed(problem, [polished(problem, _quickest(timed)[1])])
+        best_s, best = _quickest(timed)
+    candidates = [plan for _, plan in timed]
     if 1 - outcome.bound_s / best_s > (gap_frac if len(problem.units) <= DEEP_UNITS else max(gap_frac, DEEP_GAP_FRAC)):
-        start = min(candidates, key=lambda plan: simulate(problem, plan).step_s, default=None)
         bound_s = outcome.bound_s
         left_s = until_s - time.monotonic()
-        if start is None:
+        if best is None:
             left_s = min(left_s, REFUSAL_S)  # nothing fits, or next to nothing does: a refusal must not take long
-        outcome = _run(problem, model, v, start=start, time_limit_s=left_s, gap_frac=gap_frac)
+        outcome = _run(problem, model, v, start=best, time_limit_s=left_s, gap_frac=gap_frac)
         outcome = replace(outcome, bound_s=max(outcome.bound_s or 0.0, bound_s))
         candidates += [outcome.plan] if outcome.plan is not None else []
     return outcome, [plan for plan in candidates if fits(problem, plan)]
 
 
-def _find_patterns(problem: PlacementProblem, v: variables.Variables, relaxed: Relaxed) -> list[PlacementPlan]:
+def _timed(problem: PlacementProblem, plans: Iterable[PlacementPlan | None]) -> list[tuple[float, PlacementPlan]]:
+    """Those that are there, each with its step time by the simulator."""
+    return [(simulate(problem, plan).step_s, plan) for plan in plans if plan is not None]
+
+
+def _quickest(timed: list[tuple[float, PlacementPlan]]) -> tuple[float, PlacementPlan | None]:
+    return min(timed, key=lambda item: item[0], default=(math.inf, None))
+
+
+def _find_patterns(problem: PlacementProblem, v: variables.Variables, relaxed: Relaxed) -> list[PlacementPlan | None]:
     """Patterns from the relaxation's mixture; with fewer ways to save at first, which are found more easily."""
     lean = leanest_plan(problem)
     simple = replace(
@@ -177,7 +187,7 @@ def _find_patterns(problem: PlacementProblem, v: variables.Variables, relaxed: R
             fewer = None
         start = fewer and search_patterns(plain, rounded(plain, columns, fewer, lean))
         found += [start, search_patterns(problem, start)] if start else []
-    return [plan for plan in found if plan is not None]
+    return found
 
 
 def _gap_frac(outcome: Outcome, step_s: float) -> float | None:
@@ -338,7 +348,7 @@ def _with_best_rings(problem: PlacementProblem, plan: PlacementPlan, step_s: flo
 
 def _fastest(problem: PlacementProblem, plans: list[PlacementPlan]) -> tuple[PlacementPlan, float]:
     """By the simulator; among those within 0.1 % the easiest to read, then the one that needs the least GPU memory."""
-    timed = [(simulate(problem, plan).step_s, plan) for plan in plans]
+    timed = _timed(problem, plans)
     limit_s = min(step_s for step_s, _ in timed) * 1.001
     step_s, plan = min(
         ((step_s, plan) for step_s, plan in timed if step_s <= limit_s),

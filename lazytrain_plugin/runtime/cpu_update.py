@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING
 
 from lazytrain_plugin.plan.simulate import Resource
+from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.layout import UnitTensor
-from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import StepScalars
 from lazytrain_plugin.runtime.worker import Ticket
 

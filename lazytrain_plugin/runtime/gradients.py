@@ -8,12 +8,13 @@ from collections.abc import Callable
 import torch
 
 from lazytrain_plugin.plan.simulate import Resource
+from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import add_up, part_of
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.norms import GradientNorm, Squares
 from lazytrain_plugin.runtime.slots import Outbox
 from lazytrain_plugin.runtime.streams import Streams
-from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.worker import UpdateWorker
 
 Gradients = list[tuple[UnitTensor, torch.Tensor]]

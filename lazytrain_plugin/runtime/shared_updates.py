@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.cpu_update import CpuUpdates
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.rank_group import RankGroup
-from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import StepScalars
 from lazytrain_plugin.runtime.worker import Ticket, UpdateWorker
 

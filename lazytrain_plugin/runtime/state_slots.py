@@ -15,12 +15,12 @@ from lazytrain_plugin.kernels.adamw import Moment8
 from lazytrain_plugin.kernels.coded_gradient import CodedGradient
 from lazytrain_plugin.kernels.gradient_codes import BLOCK as CODE_BLOCK
 from lazytrain_plugin.plan.result import UnitPlan
+from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import Gradient
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, state_flats
 from lazytrain_plugin.runtime.streams import Streams
-from lazytrain_plugin.runtime.unit import Arrival
 from lazytrain_plugin.units import align_up
 
 BLOCK = ALIGNMENT_ELEMENTS

@@ -31,12 +31,13 @@ from lazytrain_plugin.kernels.adamw import AdamWStep, Batch
 from lazytrain_plugin.plan.problem import STEM_STAGING_BYTES
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import Resource
+from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.slots import WeightSlot, WeightSlots
 from lazytrain_plugin.runtime.state_slots import BLOCK, Chunk, Staged, StateSlot, bytes_per_block, cut
 from lazytrain_plugin.runtime.streams import Streams
-from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import NativeAdamW, StepScalars, update_span
 
 

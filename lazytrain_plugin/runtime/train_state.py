@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.runtime.gradient_format import as_values
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.state import ParamRecord, StateValue
 from lazytrain_plugin.runtime.state_layout import MOMENTS
 from lazytrain_plugin.runtime.streams import Trace
-from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import gradient_of
 
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, Moment8, accumulate, adamw_8bit, adamw_fp32
+from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import Gradient, as_values, part_of
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, UnitTensor
 from lazytrain_plugin.runtime.state_layout import MOMENTS
-from lazytrain_plugin.runtime.unit import Arrival, Unit
+from lazytrain_plugin.runtime.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)

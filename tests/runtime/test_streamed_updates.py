@@ -13,11 +13,11 @@ from torch import nn
 
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.runtime import state_slots, streamed_updates
+from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.layout import lay_out
 from lazytrain_plugin.runtime.pending import PendingParameter
 from lazytrain_plugin.runtime.state_slots import cut
 from lazytrain_plugin.runtime.train_state import ExecutorState
-from lazytrain_plugin.runtime.unit import Arrival
 from lazytrain_plugin.runtime.update import NativeAdamW
 from tests.runtime.rig import (
     DEVICES,
