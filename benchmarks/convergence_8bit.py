@@ -74,6 +74,17 @@ class Setup:
             return self.lr * (step + 1) / warmup
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
 
+    def build_model(self) -> nn.Module:
+        """On the CPU, with fresh random weights."""
+        return build_model(
+            ModelArguments(
+                hidden_size=self.hidden,
+                num_hidden_layers=self.layers,
+                num_attention_heads=max(1, self.hidden // 64),
+                sequence_length=self.sequence,
+            )
+        )
+
 
 @dataclass
 class ArmRun:
@@ -95,21 +106,15 @@ class ArmRun:
 def run_arm(arm: str, setup: Setup, seed: int) -> ArmRun:
     """Trains one arm from scratch; leaves nothing behind on the device."""
     torch.manual_seed(seed)
-    shape = ModelArguments(
-        hidden_size=setup.hidden,
-        num_hidden_layers=setup.layers,
-        num_attention_heads=max(1, setup.hidden // 64),
-        sequence_length=setup.sequence,
-    )
-    model = build_model(shape)
+    model = setup.build_model()
     training_text, held_out_text = _texts(setup)
     train = _train_with_lazytrain if arm.startswith("lazytrain") else _train_with_torch
     start_s = time.perf_counter()
     losses = train(
-        arm, model, setup, _batches(training_text, setup, seed), lambda: _held_out(model, held_out_text, setup)
+        arm, model, setup, batches(training_text, setup, seed), lambda: held_out(model, held_out_text, setup)
     )
-    *steps, held_out = torch.stack(losses).tolist()
-    return ArmRun(arm=arm, seed=seed, losses=steps, held_out_loss=held_out, wall_s=time.perf_counter() - start_s)
+    *steps, held_out_loss = torch.stack(losses).tolist()
+    return ArmRun(arm=arm, seed=seed, losses=steps, held_out_loss=held_out_loss, wall_s=time.perf_counter() - start_s)
 
 
 def run_all(
@@ -142,7 +147,7 @@ def _texts(setup: Setup) -> tuple[np.ndarray, np.ndarray]:
     return text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
 
 
-def _batches(text: np.ndarray, setup: Setup, seed: int) -> Iterator[Tensor]:
+def batches(text: np.ndarray, setup: Setup, seed: int) -> Iterator[Tensor]:
     """int64 [batch, sequence], drawn without replacement, epoch after epoch."""
     windows = ByteWindows(text, setup.sequence).windows
     generator = torch.Generator().manual_seed(seed)
@@ -155,7 +160,7 @@ def _batches(text: np.ndarray, setup: Setup, seed: int) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _held_out(model: nn.Module, text: np.ndarray, setup: Setup) -> Tensor:
+def held_out(model: nn.Module, text: np.ndarray, setup: Setup) -> Tensor:
     model.eval()
     windows = ByteWindows(text, setup.sequence).windows
     losses = [model(input_ids=part, labels=part).loss.float() for part in windows.to(setup.device).split(64)]
@@ -318,33 +323,46 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def setup_of(arguments: argparse.Namespace) -> Setup:
+    """Also tells DeepSpeed about the CPU, which must happen before it is imported."""
     if arguments.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     shared = ("device", "steps", "hidden", "layers", "batch", "sequence", "lr", "text")
-    setup = Setup(
+    return Setup(
         dtype=arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32"),
         **{name: getattr(arguments, name) for name in shared},
     )
-    runs = run_all([(arm, setup, seed) for seed in arguments.seeds for arm in arguments.arms], arguments.jobs)
-    rows = summarize(runs)
-    print_table(rows)
-    on_gpu = arguments.device == "cuda"
+
+
+def publish(
+    name: str, setup: Setup, runs: list[ArmRun], rows: list[dict], out: Path | None, *, baseline: str, **more: object
+) -> None:
+    """Prints the result as one line of JSON; with `out`, writes it with all losses to OUT.json, and draws OUT.png."""
+    on_gpu = setup.device == "cuda"
     result = {
-        "benchmark": "convergence_8bit",
+        "benchmark": name,
         "setup": asdict(setup),
         "machine": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         "torch": torch.__version__,
+        **more,
         "arms": rows,
     }
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with_curves = {**result, "runs": [{**asdict(run), "final_loss": run.final_loss} for run in runs]}
-        arguments.out.with_suffix(".json").write_text(json.dumps(with_curves, indent=1) + "\n")
-        if not draw(runs, setup, arguments.out.with_suffix(".png")):
+        out.with_suffix(".json").write_text(json.dumps(with_curves, indent=1) + "\n")
+        if not draw(runs, setup, out.with_suffix(".png"), baseline):
             print("no figure: matplotlib is not installed", file=sys.stderr)
     print(json.dumps(result))
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    setup = setup_of(arguments)
+    runs = run_all([(arm, setup, seed) for seed in arguments.seeds for arm in arguments.arms], arguments.jobs)
+    rows = summarize(runs)
+    print_table(rows)
+    publish("convergence_8bit", setup, runs, rows, arguments.out, baseline=BASELINE)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,12 @@ and, as its last line, JSON; `--out PREFIX` writes PREFIX.json and, where matplo
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import platform
-import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import convergence_8bit as common
@@ -38,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import lazytrain_plugin.install  # noqa: F401
-from examples.train_lm import HELD_OUT_EVERY, PAGE_BYTES, ModelArguments, build_model
+from examples.train_lm import HELD_OUT_EVERY, PAGE_BYTES
 
 FINAL_FRAC = 0.1
 
@@ -64,19 +61,12 @@ ARMS = {
 def run_arm(arm: str, setup: common.Setup, seed: int) -> common.ArmRun:
     """Trains one arm from scratch; leaves nothing behind on the device."""
     torch.manual_seed(seed)
-    model = build_model(
-        ModelArguments(
-            hidden_size=setup.hidden,
-            num_hidden_layers=setup.layers,
-            num_attention_heads=max(1, setup.hidden // 64),
-            sequence_length=setup.sequence,
-        )
-    )
+    model = setup.build_model()
     training_text, held_out_text = load_text(setup.text)
     start_s = time.perf_counter()
     if ARMS[arm].attention_too:
         quantize_attention_too()
-    batches = common._batches(training_text, setup, seed)
+    batches = common.batches(training_text, setup, seed)
     losses = train(ARMS[arm], model, setup, batches, held_out_text)
     *steps, held_out = torch.stack(losses).tolist()
     wall_s = time.perf_counter() - start_s
@@ -167,7 +157,7 @@ def train(
             engine.step()
             losses.append(loss.detach().float())
         engine.flush()
-        losses.append(common._held_out(model, held_out_text, setup))
+        losses.append(common.held_out(model, held_out_text, setup))
         engine.destroy()
     return losses
 
@@ -198,13 +188,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
-    shared = ("device", "steps", "hidden", "layers", "batch", "sequence", "lr", "text")
-    setup = common.Setup(
-        dtype=arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32"),
-        **{name: getattr(arguments, name) for name in shared},
-    )
+    setup = common.setup_of(arguments)
     work = [(arm, setup, seed) for seed in arguments.seeds for arm in arguments.arms]
     # A process for each run, with one job too: an arm may change the engine for itself.
     runs = common.run_all(work, max(arguments.jobs, 1), run_arm, always_apart=True)
@@ -212,23 +196,8 @@ def main() -> None:
     common.print_table(rows, BASELINE)
     spread = spread_percent(runs)
     print(f"spread of the exact arm over {len(arguments.seeds)} seeds: {spread:.2f} %")
-    on_gpu = arguments.device == "cuda"
-    result = {
-        "benchmark": "convergence_activations",
-        "setup": asdict(setup),
-        "machine": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "spread_percent": spread,
-        "arms": rows,
-    }
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with_curves = {**result, "runs": [{**asdict(run), "final_loss": run.final_loss} for run in runs]}
-        arguments.out.with_suffix(".json").write_text(json.dumps(with_curves, indent=1) + "\n")
-        if not common.draw(runs, setup, arguments.out.with_suffix(".png"), BASELINE):
-            print("no figure: matplotlib is not installed", file=sys.stderr)
-    print(json.dumps(result))
+    more = {"python": platform.python_version(), "spread_percent": spread}
+    common.publish("convergence_activations", setup, runs, rows, arguments.out, baseline=BASELINE, **more)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lazytrain_plugin
 from benchmarks import convergence_8bit as common
-from examples.train_lm import ModelArguments, build_model, load_text
+from examples.train_lm import load_text
 from lazytrain_plugin.comm.topology import Topology
 
 BASELINE = "full"
@@ -45,14 +45,7 @@ def run_arm(arm: str, setup: common.Setup, seed: int, *, rank: int, device: torc
     """Trains one arm on all ranks, each with its share of every batch; the losses are the means over ranks."""
     world = dist.get_world_size()
     torch.manual_seed(seed)
-    model = build_model(
-        ModelArguments(
-            hidden_size=setup.hidden,
-            num_hidden_layers=setup.layers,
-            num_attention_heads=max(1, setup.hidden // 64),
-            sequence_length=setup.sequence,
-        )
-    ).to(device)
+    model = setup.build_model().to(device)
     ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     reducer = None
     if arm == "8bit":
@@ -65,7 +58,7 @@ def run_arm(arm: str, setup: common.Setup, seed: int, *, rank: int, device: torc
     text, held_out = load_text()
     losses = []
     begin = time.perf_counter()
-    for step, batch in enumerate(common._batches(text, setup, seed)):
+    for step, batch in enumerate(common.batches(text, setup, seed)):
         share = batch[rank::world] if arm != "full_again" else batch.flip(0)[rank::world]
         for group in optimizer.param_groups:
             group["lr"] = setup.learning_rate(step)
@@ -76,7 +69,7 @@ def run_arm(arm: str, setup: common.Setup, seed: int, *, rank: int, device: torc
         optimizer.step()
         losses.append(loss.detach().float())
     wall_s = time.perf_counter() - begin
-    mean = torch.stack([*losses, common._held_out(model, held_out, setup)])
+    mean = torch.stack([*losses, common.held_out(model, held_out, setup)])
     dist.all_reduce(mean)
     *steps, held_out_loss = (mean / world).tolist()
     if reducer is not None:
