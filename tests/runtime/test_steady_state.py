@@ -93,9 +93,10 @@ def test_forward_and_backward_do_not_wait_for_the_device(tmp_path, monkeypatch, 
     model = Model([Layer() for _ in range(6)]).cuda()
     executor = executor_of(model, "cuda", tmp_path, PLANS[name])
     data = batches(1, "cuda") * 6
-    train(executor, [[ids] for ids in data[:3]], max_norm=0.5)
-    for ids in data[3:]:
-        torch.cuda.set_sync_debug_mode("error")
+    train(executor, [[ids] for ids in data[:2]], max_norm=0.5)
+    for step, ids in enumerate(data[2:]):
+        if step:  # the first forward after a flush compares all weights: someone may have written into them
+            torch.cuda.set_sync_debug_mode("error")
         try:
             executor.begin_forward()
             model.loss(ids).backward()
