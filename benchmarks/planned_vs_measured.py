@@ -1,6 +1,7 @@
 """Plans a step within a budget, runs it, and compares: time and memory, planned and measured; one JSON line per plan.
 
     python benchmarks/planned_vs_measured.py 7b:24:8 7b:70:32 14b:130:8       # SHAPE:GPU_GIB:BATCH, a process for each
+    python benchmarks/planned_vs_measured.py 7b:31,70,130:32                  # budgets one after the other in a process
     python benchmarks/planned_vs_measured.py 7b:70:8 --random-plans 10        # and ten other plans, and fixed policies
     python benchmarks/planned_vs_measured.py tiny:1:2 --seq 64 --device cpu --random-plans 3   # try it out
 
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -35,7 +37,7 @@ from step import set_launch_variables
 
 import lazytrain_plugin.install  # noqa: F401
 from lazytrain_plugin.errors import InfeasiblePlanError
-from lazytrain_plugin.units import GIB
+from lazytrain_plugin.units import GIB, gib_to_bytes
 
 DIFFERENT_PLANS_STEPS = (1, 2)
 """Warm-up and timed steps of each plan of `--random-plans`."""
@@ -43,7 +45,12 @@ DIFFERENT_PLANS_STEPS = (1, 2)
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", nargs="+", metavar="SHAPE:GPU_GIB:BATCH", help="shapes are in benchmarks/shapes.py")
+    parser.add_argument(
+        "cells",
+        nargs="+",
+        metavar="SHAPE:GPU_GIB:BATCH",
+        help="GPU_GIB: budgets with commas; shapes are in benchmarks/shapes.py",
+    )
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--state-bits", type=int, choices=(8, 32), default=8)
     parser.add_argument("--cpu-gib", type=float, help="host budget; default: what is free")
@@ -64,16 +71,23 @@ def main() -> int:
     arguments = parse_arguments()
     if len(arguments.cells) > 1:
         options = [text for text in sys.argv[1:] if text not in arguments.cells]
-        # Peaks are true in a fresh process only.
+        # A process for each keeps what one model leaves behind out of the other's peaks.
         return max(subprocess.call([sys.executable, __file__, cell, *options]) for cell in arguments.cells)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
     set_launch_variables(arguments.device)
-    shape, gpu_gib, batch = arguments.cells[0].split(":")
-    arguments.shape, arguments.gpu_gib, arguments.batch = shape, float(gpu_gib), int(batch)
-    try:
-        Cell(arguments).run()
-    except InfeasiblePlanError as error:
-        print_line(arguments, plan="planner", fits=False, message=str(error))
+    shape, budgets, batch = arguments.cells[0].split(":")
+    arguments.shape, arguments.batch = shape, int(batch)
+    cell = None
+    for gpu_gib in map(float, budgets.split(",")):
+        arguments.gpu_gib = gpu_gib
+        try:
+            if cell is None:
+                cell = Cell(arguments)
+            else:
+                cell.plan_within(gpu_gib)
+            cell.run()
+        except InfeasiblePlanError as error:
+            print_line(arguments, plan="planner", fits=False, message=str(error))
     torch.distributed.destroy_process_group()
     return 0
 
@@ -123,7 +137,10 @@ class Cell:
             self.measure(best, "planner", arguments.warmup, arguments.steps, round=round_number, **self.start_s)
             if arguments.save_plans is not None:
                 arguments.save_plans.mkdir(parents=True, exist_ok=True)
-                best.save(arguments.save_plans / f"{arguments.cells[0].replace(':', '_')}_{round_number}.json")
+                best.save(
+                    arguments.save_plans
+                    / f"{arguments.shape}_{arguments.gpu_gib:g}_{arguments.batch}_{round_number}.json"
+                )
         if not arguments.random_plans:
             return
         problem = planner.problem()
@@ -139,6 +156,13 @@ class Cell:
                 continue
             self.place(plan)
             self.measure(plan, name, *DIFFERENT_PLANS_STEPS, synchronous=synchronous)
+
+    def plan_within(self, gpu_gib: float) -> None:
+        """Another budget, planned as a run of its own would: without the rates that steps have shown."""
+        planner = self.planner
+        planner.request = replace(planner.request, gpu_budget_bytes=gib_to_bytes(gpu_gib))
+        planner._take_rates({})
+        self.place(planner.plan_again())
 
     def place(self, plan) -> None:
         self.engine._place(self.executor, plan)
