@@ -153,11 +153,11 @@ def made(monkeypatch, *, adapt=True, native=True, profile=None):
         _untimed_profile=builders.model(4), _timed_profile=profile or builders.model(4),
         _measured_hardware=hardware, _state_bits=32, _observed={},
         _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, request=None,
-        _native=native, _ranks=None,
+        _native=native, _ranks=None, _fixed=None, _planned_tokens=None,
         _config=LazyTrainConfig(gpu_memory_gib=1.1),
         _cache=planning.PlanCache(),
     )  # fmt: skip
-    return planner, planner._plan(512)
+    return planner, planner.plan_for(512)
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -201,6 +201,17 @@ def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
     third, _ = made(monkeypatch)
     assert third.hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
     again.close()
+
+
+def test_after_a_batch_that_does_not_fit_a_smaller_one_gets_a_plan_of_its_own(monkeypatch):
+    """Code that catches the refusal and halves its batch: not the plan of before, nor the one for the large batch."""
+    planner, plan = made(monkeypatch)
+    predicted = planner.predicted(plan).step_s
+    with pytest.raises(InfeasiblePlanError, match="Nearest remedies"):
+        planner.plan_for(1 << 22)
+    assert planner.predicted(plan).step_s == predicted
+    assert planner.plan_for(512) is None, "the plan in place goes on"
+    assert planner.plan_for(1024).max_tokens == 1024
 
 
 @pytest.mark.parametrize("seconds_per_token", [None, 2e-6])
@@ -247,8 +258,14 @@ def test_traced_steps_are_written_beside_the_plan_and_change_no_bit(device, tmp_
     assert "forward" in timeline_page(with_measured(trace.planned, step))
 
 
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(device, tmp_path, caplog):
-    (tmp_path / "trace.json").mkdir()
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(device, tmp_path, monkeypatch, caplog):
+    place = Executor.place
+
+    def place_and_block(self, plan):
+        (tmp_path / "trace.json").mkdir(exist_ok=True)  # the config was checked before
+        place(self, plan)
+
+    monkeypatch.setattr(Executor, "place", place_and_block)
     block = {"trace": {"path": str(tmp_path / "trace.json"), "first_step": 1, "num_steps": 1}}
     found = run(tmp_path / "traced", device, block=block)
     assert len(found.losses) == 8

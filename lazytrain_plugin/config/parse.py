@@ -6,12 +6,18 @@ Every error says which key, what is wrong with it and what to write instead.
 from __future__ import annotations
 
 import difflib
+import os
 import re
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import Any
 
-from lazytrain_plugin.config.folders import check_nvme_folder, check_nvme_space
+from lazytrain_plugin.config.folders import (
+    check_distinct_folders,
+    check_nvme_folder,
+    check_nvme_space,
+    check_output_file,
+    folder_of,
+)
 from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig, Rule, show_json
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.units import GIB
@@ -48,16 +54,33 @@ def lazytrain_block(ds_config: Any) -> dict | None:
 
 def parse_block(block: dict) -> LazyTrainConfig:
     """Parses the block; raises ConfigError for an unknown key, a wrong type, unit or value, or a missing file."""
-    config = _parse(block, LazyTrainConfig)
+    config = _with_home_folders(_parse(block, LazyTrainConfig))
     if config.plan.path is not None:
         _check_file(f"{BLOCK}.plan.path", config.plan.path)
     if config.trace.path is not None:
-        _check_folder_of(f"{BLOCK}.trace.path", config.trace.path)
+        check_output_file(f"{BLOCK}.trace.path", config.trace.path)
+        if config.trace.path == config.plan.path:
+            raise ConfigError(f'"{BLOCK}.trace.path" and "{BLOCK}.plan.path" are one file; name another for the trace.')
     for path in config.nvme_paths:
         check_nvme_folder(f"{BLOCK}.nvme_path", path)
+    check_distinct_folders(f"{BLOCK}.nvme_path", config.nvme_paths)
     if config.nvme_gib is not None:
         check_nvme_space(f"{BLOCK}.nvme_gib", config.nvme_paths, int(config.nvme_gib * GIB))
     return config
+
+
+def _with_home_folders(config: LazyTrainConfig) -> LazyTrainConfig:
+    """`~` in a path means the user's home, as in a shell; whoever opens the path later need not know."""
+    expand = os.path.expanduser
+    path = config.nvme_path
+    if path is not None:
+        path = expand(path) if isinstance(path, str) else [expand(each) for each in path]
+    return replace(
+        config,
+        nvme_path=path,
+        plan=replace(config.plan, path=config.plan.path and expand(config.plan.path)),
+        trace=replace(config.trace, path=config.trace.path and expand(config.trace.path)),
+    )
 
 
 def _parse(raw: Any, config_type: type) -> Any:
@@ -119,14 +142,7 @@ def _string_for_other_type(key: str, value: Any, rule: Rule) -> str | None:
     return f"expected {rule.describe()}, without quotes"
 
 
-def _check_folder_of(key: str, path: str) -> Path:
-    resolved = Path(path).expanduser().absolute()
-    if not resolved.parent.is_dir():
-        raise ConfigError(f'"{key}" is "{path}", but the folder {resolved.parent} does not exist; correct the path.')
-    return resolved
-
-
 def _check_file(key: str, path: str) -> None:
-    resolved = _check_folder_of(key, path)
+    resolved = folder_of(key, path)
     if not resolved.is_file():
         raise ConfigError(f'"{key}" is "{path}", but {resolved} is not a file; write one with `lazytrain plan --out`.')

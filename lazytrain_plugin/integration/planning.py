@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.config.schema import LazyTrainConfig
-from lazytrain_plugin.errors import LazyTrainError, PlanMismatchError
+from lazytrain_plugin.errors import InfeasiblePlanError, LazyTrainError
 from lazytrain_plugin.integration import several_ranks
 from lazytrain_plugin.integration.plan_cache import PlanCache
 from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.training_request import training_machine, training_request
 from lazytrain_plugin.integration.unit_times import scaled, timed_profile
 from lazytrain_plugin.plan.background import BackgroundSolve
+from lazytrain_plugin.plan.check import load_plan_file
 from lazytrain_plugin.plan.fidelity import lossy_choices
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
@@ -119,33 +120,15 @@ class Planner:
         )
 
     def _load_fixed_plan(self) -> PlacementPlan | None:
-        path = self._config.plan.path
-        if path is None:
+        if self._config.plan.path is None:
             return None
-        plan = PlacementPlan.load(path)
-        found = {unit.name for unit in (*self._discovery.units, *self._discovery.stem)}
-        planned = {unit.name for unit in (*plan.units, *plan.stem)}
-        if found != planned:
-            missing, extra = sorted(found - planned), sorted(planned - found)
-            odd = [f"lacks {', '.join(missing[:3])}"] if missing else []
-            odd += [f"has {', '.join(extra[:3])}, which this model has not"] if extra else []
-            raise PlanMismatchError(
-                f"{path} is not a plan of this model: it {' and '.join(odd)}; make one with `lazytrain plan`"
-            )
-        config = self._config
-        for what, key, least, bits_of in (
-            ("optimizer states", "optimizer.state_bits", self._state_bits, lambda unit: unit.state_bits),
-            ("gradients", "gradients.bits", config.resting_gradient_bits, lambda unit: unit.gradient_bits),
-            ("activations", "activations.bits", config.activation_bits, lambda unit: unit.saved_bits),
-            ("inputs", "activations.bits", config.activation_bits, lambda unit: unit.boundary_bits),
-        ):
-            lossy = [unit for unit in (*plan.units, *plan.stem) if bits_of(unit) < least]
-            if lossy:
-                raise PlanMismatchError(
-                    f"{path} keeps the {what} of {lossy[0].name} (and {len(lossy) - 1} more) in {bits_of(lossy[0])} "
-                    f'bits, and this job asks for {least}; set "{key}" or a lower "fidelity", or plan again'
-                )
-        return plan
+        return load_plan_file(
+            self._config.plan.path,
+            {unit.name for unit in (*self._discovery.units, *self._discovery.stem)},
+            state_bits=self._state_bits,
+            gradient_bits=self._config.resting_gradient_bits,
+            activation_bits=self._config.activation_bits,
+        )
 
     def first_plan(self) -> PlacementPlan:
         """What holds before the first batch is known."""
@@ -184,14 +167,17 @@ class Planner:
         return self._plan(num_tokens)
 
     def _plan(self, num_tokens: int) -> PlacementPlan:
-        self._planned_tokens = num_tokens
         self.close()  # a search for smaller batches is of no use
-        self.request = request = self._request_for(num_tokens)
+        request = self._request_for(num_tokens)
         rates = self._cache.load_rates(self._untimed_profile, self._measured_hardware, num_tokens)
-        self._observed = rates
         self._take_rates(rates)
         found = self._cache.load_plan(self.model_profile, self.hardware, request)
-        plan = found or make_plan(self.model_profile, self.hardware, request)
+        try:
+            plan = found or make_plan(self.model_profile, self.hardware, request)
+        except InfeasiblePlanError:
+            self._take_rates(self._observed)  # the plan in place stays, and a smaller batch gets one of its own
+            raise
+        self._planned_tokens, self.request, self._observed = num_tokens, request, rates
         if found is None:
             self._cache.store_plan(self.model_profile, self.hardware, request, plan)
         sources = (["found in the cache"] if found else []) + (

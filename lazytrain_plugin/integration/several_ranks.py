@@ -121,8 +121,9 @@ class AgreedPlanner:
         largest = self._ranks.maximum([num_tokens or 0], "comparison of batch sizes")[0]
         if largest <= self._planned_tokens:
             return None
-        self._planned_tokens = largest
-        return self._from_first(lambda: self._planner.plan_for(largest))
+        plan = self._from_first(lambda: self._planner.plan_for(largest))
+        self._planned_tokens = largest  # not where no plan was found: a smaller batch asks again
+        return plan
 
     def _from_first(self, make: Callable[[], PlacementPlan | None]) -> PlacementPlan | None:
         def as_text() -> str | None:

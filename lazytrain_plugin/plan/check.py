@@ -66,6 +66,43 @@ def check_plan(
     return ledger
 
 
+def load_plan_file(
+    path: str, unit_names: set[str], *, state_bits: int, gradient_bits: int, activation_bits: int
+) -> PlacementPlan:
+    """The plan that a user gives for a job, if it is of this model and keeps what the job asks for.
+
+    Args:
+        unit_names: the model's units, and those of its stem.
+        state_bits, gradient_bits, activation_bits: the fewest that the job allows.
+
+    Raises:
+        PlanMismatchError: other units than the model's, or fewer bits than the job allows.
+    """
+    plan = PlacementPlan.load(path)
+    every_unit = (*plan.units, *plan.stem)
+    planned = {unit.name for unit in every_unit}
+    if unit_names != planned:
+        missing, extra = sorted(unit_names - planned), sorted(planned - unit_names)
+        odd = [f"lacks {', '.join(missing[:3])}"] if missing else []
+        odd += [f"has {', '.join(extra[:3])}, which this model has not"] if extra else []
+        raise PlanMismatchError(
+            f"{path} is not a plan of this model: it {' and '.join(odd)}; make one with `lazytrain plan`"
+        )
+    for what, key, least, bits_of in (
+        ("optimizer states", "optimizer.state_bits", state_bits, lambda unit: unit.state_bits),
+        ("gradients", "gradients.bits", gradient_bits, lambda unit: unit.gradient_bits),
+        ("activations", "activations.bits", activation_bits, lambda unit: unit.saved_bits),
+        ("inputs", "activations.bits", activation_bits, lambda unit: unit.boundary_bits),
+    ):
+        lossy = [unit for unit in every_unit if bits_of(unit) < least]
+        if lossy:
+            raise PlanMismatchError(
+                f"{path} keeps the {what} of {lossy[0].name} (and {len(lossy) - 1} more) in {bits_of(lossy[0])} "
+                f'bits, and this job asks for {least}; set "{key}" or a lower "fidelity", or plan again'
+            )
+    return plan
+
+
 def _check_names(plan: PlacementPlan, model: ModelProfile) -> None:
     for part, units, profiles in (("unit", plan.units, model.units), ("stem", plan.stem, model.stem)):
         planned, present = [unit.name for unit in units], [profile.name for profile in profiles]

@@ -158,6 +158,25 @@ def test_the_folder_of_a_trace_is_there_before_anything_is_trained(tmp_path):
     assert parse_block({"trace": {"path": str(tmp_path / "trace.json")}}).trace.path
     text = refusal({"trace": {"path": str(tmp_path / "no" / "trace.json")}})
     assert f"the folder {tmp_path / 'no'} does not exist" in text and '"lazytrain.trace.path"' in text
+    assert "that is a folder; name a file in it" in refusal({"trace": {"path": str(tmp_path)}})
+    for kernels in ("/proc/trace.json", "/sys/trace.json"):
+        assert re.search(r"is the kernel's own \((proc|sysfs)\)", refusal({"trace": {"path": kernels}}))
+
+
+def test_a_trace_does_not_replace_the_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    assert "are one file" in refusal({"trace": {"path": str(path)}, "plan": {"path": str(path)}})
+
+
+def test_a_path_may_begin_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "plan.json").write_text("{}")
+    block = {"plan": {"path": "~/plan.json"}, "trace": {"path": "~/trace.json"}, "nvme_path": ["~"], "nvme_gib": 0.001}
+    config = parse_block(block)
+    assert config.plan.path == str(tmp_path / "plan.json")
+    assert config.trace.path == str(tmp_path / "trace.json")
+    assert config.nvme_paths == (str(tmp_path),)
 
 
 class TestLazytrainBlock:
@@ -193,6 +212,8 @@ def test_nvme_folders_are_one_or_several(tmp_path):
         ("/no/such/folder", '"lazytrain.nvme_path" is "/no/such/folder", but /no/such/folder does not exist'),
         (__file__, "is a file; name an existing folder"),
         (["/dev/shm"], r"/dev/shm is host memory \(tmpfs\), not a disk"),
+        ("/proc", r"is the kernel's own \(proc\); name a folder on a disk"),
+        ("/sys/kernel", r"is the kernel's own \(sysfs\)"),
         ([], r'"lazytrain.nvme_path" is \[\]; expected a string or a list of strings, or null'),
         ([3], r"is \[3\]; expected a string or a list of strings"),
         ("auto", "write null"),
@@ -200,6 +221,14 @@ def test_nvme_folders_are_one_or_several(tmp_path):
 )
 def test_nvme_folders_that_cannot_serve_are_refused(value, says):
     assert re.search(says, refusal({"nvme_path": value}))
+
+
+def test_a_disk_named_twice_is_no_second_disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    disk, link = str(tmp_path / "disk"), str(tmp_path / "link")
+    assert f'"{disk}" twice; name each disk once' in refusal({"nvme_path": [disk, disk]})
+    assert f'"{disk}" and "{link}", which are one folder' in refusal({"nvme_path": [disk, link]})
 
 
 def test_more_nvme_space_than_there_is_is_refused(tmp_path):
