@@ -230,4 +230,9 @@ class PlanWatch:
         if self._executor.streams.is_cuda:
             reserved = torch.cuda.max_memory_reserved(self._executor.device)
             yield "gpu", "GPU", reserved + CUDA_CONTEXT_BYTES
-        yield "cpu", "host", psutil.Process().memory_info().rss
+        process, ranks = psutil.Process(), self._executor.ranks
+        if ranks is None:
+            yield "cpu", "host", process.memory_info().rss
+        else:
+            # Of the machine, all ranks alike: each has its share of what they have in common.
+            yield "cpu", "host", ranks.local_size * process.memory_full_info().pss

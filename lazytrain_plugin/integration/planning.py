@@ -196,7 +196,7 @@ class Planner:
             native=self._native,
         )
         if self._ranks is not None:
-            request = replace(request, capabilities=several_ranks.shared_capabilities(request.capabilities))
+            request = several_ranks.shared_request(request, self._ranks)
         return request
 
     def _announce(self, plan: PlacementPlan, remark: str) -> None:

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.plan.request import Capabilities
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import StepTimes
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -71,28 +71,20 @@ def refuse_for_several_ranks(updater: NativeAdamW | ClientOptimizer | None, conf
 
 
 def shared_hardware(profile: HardwareProfile, ranks: RankGroup) -> HardwareProfile:
-    """A rank's profile, as the planner must see it where ranks of a node update one model together.
-
-    Args:
-        profile: with this rank's share of the host's memory and cores.
-    """
+    """The machine, from the profile with this rank's share of its memory and cores."""
     size = ranks.local_size
     rates = {
         name: getattr(profile, name) * size
         for bits in (32, 8)
         for name in (f"cpu_update_{bits}bit_parameters_per_s", f"cpu_update_{bits}bit_shared_parameters_per_s")
     }
-    if not profile.has_gpu:
-        return replace(profile, **rates)  # what would be on the GPU every rank has in host memory
     return replace(profile, cpu_bytes=profile.cpu_bytes * size, cpu_free_bytes=profile.cpu_free_bytes * size, **rates)
 
 
-def shared_capabilities(capabilities: Capabilities) -> Capabilities:
-    """What several ranks can carry out.
-
-    What rests on the host between forward and backward each rank has for itself; the planner counts one rank's.
-    """
-    return replace(capabilities, streamed_states=False, offloaded_boundaries=False, offloaded_saved=False, nvme=False)
+def shared_request(request: PlanRequest, ranks: RankGroup) -> PlanRequest:
+    """What is asked of the planner where ranks of a machine train together: nothing that they can't carry out."""
+    capabilities = replace(request.capabilities, streamed_states=False, nvme=False)
+    return replace(request, local_ranks=ranks.local_size, capabilities=capabilities)
 
 
 class AgreedPlanner:

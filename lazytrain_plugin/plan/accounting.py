@@ -114,6 +114,7 @@ def nvme_written_bytes(problem: PlacementProblem, plan: PlacementPlan) -> int:
     activations."""
     pairs = (*zip(problem.units, plan.units), *zip(problem.stem, plan.stem))
     activations = problem.accumulation_steps * _offloaded_to(list(zip(problem.units, plan.units)), Tier.NVME)
+    activations *= problem.local_ranks
     return activations + sum(nvme_staged_bytes(cost, unit) for cost, unit in pairs if cost.num_trainable)
 
 
@@ -148,11 +149,13 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     gpu["head-room"] = int((window.total + ring) * FRAGMENTATION_FRAC)
     gpu["reserve"] = problem.gpu_reserve_bytes
 
+    # Homes are there once for all ranks of the machine; each has its own activations, buffers and process.
+    ranks = problem.local_ranks
     for tier, name in (("cpu", "offloaded activations"), ("nvme", "activations")):
-        lines[tier][name] = _offloaded_to(pairs, Tier(tier))
+        lines[tier][name] = ranks * _offloaded_to(pairs, Tier(tier))
     staged = [nvme_staged_bytes(cost, unit) for cost, unit in (*pairs, *zip(problem.stem, plan.stem))]
     passing = [_offloaded_to([pair], Tier.NVME) for pair in pairs] if lines["nvme"]["activations"] else []
-    cpu["NVMe slots"] = sum(
+    cpu["NVMe slots"] = ranks * sum(
         min(plan.nvme_slots, sum(size > 0 for size in sizes)) * max(sizes, default=0) for sizes in (staged, passing)
     )
     cpu["reserve"] = problem.cpu_reserve_bytes
@@ -160,9 +163,9 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     outside = {"checkpoint": {"cpu": saving}}
     evaluating = at_rest + int((1 + FRAGMENTATION_FRAC) * problem.evaluation_bytes)
     if not problem.has_gpu:
-        outside["checkpoint"]["cpu"] += at_rest
-        evaluating += sum(cpu.values())
-        lines["cpu"] = _merged(cpu, gpu)
+        outside["checkpoint"]["cpu"] += ranks * at_rest
+        evaluating = ranks * evaluating + sum(cpu.values())
+        lines["cpu"] = _merged(cpu, {line: ranks * num_bytes for line, num_bytes in gpu.items()})
         lines["gpu"] = {}
     if problem.evaluation_bytes:
         outside["evaluation"] = {"gpu" if problem.has_gpu else "cpu": evaluating}

@@ -80,14 +80,16 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
 def add_host_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """What rests on the host fits it, in a step and while a checkpoint is written (Eq. 5).
 
-    at rest + NVMe slots + offloaded activations <= budget; at rest + NVMe slots + save <= budget. Without a GPU
-    everything is host memory, and Eq. 7 to 9 carry it. Rows: `capacity(CPU)`, `capacity(CPU,save)`.
+    at rest + M (NVMe slots + offloaded activations) <= budget; at rest + M NVMe slots + save <= budget, for M ranks of
+    the machine. Without a GPU everything is host memory, and Eq. 7 to 9 carry it. Rows: `capacity(CPU)`,
+    `capacity(CPU,save)`.
     """
     if not problem.has_gpu:
         return
-    rest = host_rest(problem, v) + problem.nvme_slots * v.nvme_slot_mib
+    ranks = problem.local_ranks
+    rest = host_rest(problem, v) + ranks * problem.nvme_slots * v.nvme_slot_mib
     budget = mib(problem.cpu_budget_bytes - problem.cpu_reserve_bytes)
-    offloaded = sum(
+    offloaded = ranks * sum(
         _boundary_mib(cost) * v.boundary_on_cpu[u] + saved_mib(cost, v, u, Tier.CPU)
         for u, cost in enumerate(problem.units)
     )
@@ -222,7 +224,8 @@ def _add_device_row(
             rest = rest + mib(cost.weight_bytes) + states * v.stem_on_gpu[s]
         budget = problem.gpu_budget_bytes - problem.gpu_reserve_bytes
     else:
-        rest = rest + host_rest(problem, v)
+        ranks = problem.local_ranks
+        rest, window = host_rest(problem, v) + ranks * rest, ranks * window
         budget = problem.cpu_budget_bytes - problem.cpu_reserve_bytes
     model.addConstr(rest + (1 + FRAGMENTATION_FRAC) * window <= mib(budget), name=row)
 

@@ -182,6 +182,7 @@ class PlacementProblem:
     """0: nothing rests on NVMe."""
     gpu_reserve_bytes: int
     cpu_reserve_bytes: int
+    """Of all ranks of the machine."""
     loss_bytes: int
     """Logits and their gradients at the fullest moment of the loss."""
     evaluation_bytes: int
@@ -207,6 +208,8 @@ class PlacementProblem:
     nvme_write_bytes_per_day: float | None
     capabilities: Capabilities
     digests: dict[str, str]
+    local_ranks: int = 1
+    """Ranks of the machine. Costs and GPU memory are one rank's, host memory and NVMe all ranks' together."""
 
     @property
     def has_accumulation(self) -> bool:
@@ -225,7 +228,7 @@ class PlacementProblem:
 
     def update_delay_s(self, offloaded_bytes: float) -> float:
         """By how much the worker's updates get slower while activations cross to host memory beside them."""
-        return offloaded_bytes / OFFLOAD_DELAYS_UPDATE_BYTES_PER_S if self.has_gpu else 0.0
+        return self.local_ranks * offloaded_bytes / OFFLOAD_DELAYS_UPDATE_BYTES_PER_S if self.has_gpu else 0.0
 
     def nvme_read_s(self, num_bytes: float) -> float:
         """0 without NVMe."""
@@ -243,6 +246,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
     """
     if request.max_tokens is None:
         raise ConfigError("a plan needs max_tokens: the tokens (batch x sequence) of the largest micro-batch")
+    ranks, machine, hardware = request.local_ranks, hardware, _seen_by_a_rank(hardware, request.local_ranks)
 
     def cost(unit: UnitProfile) -> UnitCost:
         saving = functools.partial(
@@ -252,7 +256,9 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
             tokens=request.max_tokens,
         )
         cost = _unit_cost(unit, hardware, request.max_tokens, request.state_bits, request.accumulation_steps, saving)
-        return _with_codes(cost, unit, hardware, request)
+        cost = _with_codes(cost, unit, hardware, request)
+        # Gradients meet on the GPUs: each rank sends its part home.
+        return replace(cost, gradient_d2h_s=cost.gradient_d2h_s / ranks)
 
     return PlacementProblem(
         units=tuple(cost(unit) for unit in model.units),
@@ -261,7 +267,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         gpu_budget_bytes=(request.gpu_budget_bytes or hardware.gpu_free_bytes) if hardware.has_gpu else 0,
         cpu_budget_bytes=request.cpu_budget_bytes or hardware.cpu_free_bytes,
         gpu_reserve_bytes=GPU_RESERVE_BYTES if hardware.has_gpu else 0,
-        cpu_reserve_bytes=HOST_RESERVE_GPU_BYTES if hardware.has_gpu else HOST_RESERVE_CPU_BYTES,
+        cpu_reserve_bytes=ranks * (HOST_RESERVE_GPU_BYTES if hardware.has_gpu else HOST_RESERVE_CPU_BYTES),
         nvme_budget_bytes=_nvme_budget_bytes(hardware, request),
         loss_bytes=model.loss_bytes(request.max_tokens),
         evaluation_bytes=model.evaluation_bytes(request.evaluation_tokens) if request.evaluation_tokens else 0,
@@ -283,7 +289,27 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         nvme_write_bytes_per_s=hardware.nvme_write_bytes_per_s,
         nvme_write_bytes_per_day=request.nvme_write_bytes_per_day,
         capabilities=request.capabilities,
-        digests={"hardware": hardware.digest, "model": model.digest},
+        digests={"hardware": machine.digest, "model": model.digest},
+        local_ranks=ranks,
+    )
+
+
+def _seen_by_a_rank(hardware: HardwareProfile, ranks: int) -> HardwareProfile:
+    """The rates that one of several ranks finds, when all of them work alike.
+
+    Each has a GPU and links of its own, but all links end in the same host memory, which bounds their sum; the disk's
+    rate is divided. The CPU updates take as long as alone: a part of the elements by a part of the cores.
+    """
+    if ranks == 1:
+        return hardware
+    links_bytes_per_s = ranks * (hardware.h2d_shared_bytes_per_s + hardware.d2h_shared_bytes_per_s)
+    share = min(1.0, hardware.host_memory_bytes_per_s / links_bytes_per_s) if links_bytes_per_s else 1.0
+    return replace(
+        hardware,
+        h2d_shared_bytes_per_s=hardware.h2d_shared_bytes_per_s * share,
+        d2h_shared_bytes_per_s=hardware.d2h_shared_bytes_per_s * share,
+        nvme_read_bytes_per_s=hardware.nvme_read_bytes_per_s / ranks,
+        nvme_write_bytes_per_s=hardware.nvme_write_bytes_per_s / ranks,
     )
 
 

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.comm.topology import Topology
+from lazytrain_plugin.runtime import activation_store
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.train_state import ExecutorState
+from lazytrain_plugin.vocab import Tier
 from tests.comm.ranks import succeed
 from tests.runtime.rig import HIDDEN, VOCAB, Block, Model, make_executor, plan_for
 
@@ -85,6 +87,8 @@ CASES = {
     "accumulation": {"model": "wide", "accumulation": 3, "max_norm": 0.1},
     "accumulation, mixed": {"model": "wide", "accumulation": 3, "max_norm": 0.1, "home": "mixed"},
     "keep": {"model": "wide", "keep": "all"},
+    "offload": {"model": "wide", "keep": "mixed", "offload": True},
+    "offload, accumulation": {"model": "wide", "keep": "all", "offload": True, "accumulation": 3, "max_norm": 0.1},
     "plain": {"model": "plain"},
     "tied": {"model": "tied"},
     "twice": {"model": "twice"},
@@ -97,7 +101,14 @@ SAME_BITS = [(f"wide, {home}", "wide, cpu") for home in HOMES[1:]] + [
     ("clip, mixed", "clip"),
     ("accumulation, mixed", "accumulation"),
     ("keep", "wide, cpu"),
+    ("offload", "wide, cpu"),
+    ("offload, accumulation", "accumulation"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_leave(monkeypatch):
+    monkeypatch.setattr(activation_store, "SMALLEST_BYTES", 1)
 
 
 def global_batches(count, world_size):
@@ -109,9 +120,22 @@ def global_batches(count, world_size):
 
 
 def train(
-    model, ranks, device, batches, *, home="cpu", state_bits=32, dtype=None, keep="none", max_norm=0.0, accumulation=1
+    model,
+    ranks,
+    device,
+    batches,
+    *,
+    home="cpu",
+    state_bits=32,
+    dtype=None,
+    keep="none",
+    offload=False,
+    max_norm=0.0,
+    accumulation=1,
 ):
     plan = plan_for(model, home=home, keep=keep, state_bits=state_bits, device=device.type)
+    if offload:  # inputs, and what is saved
+        plan = plan.with_units(boundary=Tier.CPU, saved=Tier.CPU)
     executor = make_executor(model, plan, device=str(device), native=True, dtype=dtype, ranks=ranks)
     batches = iter(batches)
     norms = []
@@ -126,6 +150,7 @@ def train(
             executor.end_backward()
         norms.append(executor.step(max_norm)[0].total)
     executor.flush()
+    assert (executor.activations.tier.free_bytes > 0) == offload  # buffers that were used
     return executor, norms
 
 
@@ -146,6 +171,7 @@ def run_case(ranks, device, world_size, case):
 
 
 def every_case(rank, device, world_size, names, ranks_per_node=None):
+    activation_store.SMALLEST_BYTES = 1
     topology = None if ranks_per_node is None else Topology.consecutive(world_size, ranks_per_node)
     ranks = RankGroup(device, topology=topology)
     return {name: run_case(ranks, device, world_size, CASES[name]) for name in names}

@@ -1,0 +1,86 @@
+"""Several ranks of one machine: what its host memory holds once, and what each rank adds."""
+
+from dataclasses import replace
+
+import pytest
+
+from lazytrain_plugin.errors import ConfigError, InfeasiblePlanError
+from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.check import check_plan
+from lazytrain_plugin.plan.greedy import greedy_plan, leanest_plan
+from lazytrain_plugin.plan.planner import make_plan
+from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.request import Capabilities, PlanRequest
+from lazytrain_plugin.units import MIB
+from lazytrain_plugin.vocab import Activations, Tier
+from tests.plan import builders
+
+TOKENS = 512
+
+
+def problems(*, gpu_gib=8.0, **changes):
+    """The same problem for one rank and for three."""
+    machine, request = builders.hardware(gpu_gib=gpu_gib), PlanRequest(max_tokens=TOKENS, **changes)
+    return [build_problem(builders.model(), machine, replace(request, local_ranks=count)) for count in (1, 3)]
+
+
+def test_homes_are_there_once_and_everything_else_once_per_rank():
+    one, three = problems()
+    plan = leanest_plan(one).with_units(activations=Activations.KEEP, saved=Tier.CPU, boundary=Tier.CPU)
+    alone, together = account(one, plan), account(three, plan)
+    assert alone.gpu == together.gpu
+    for line, num_bytes in alone.cpu.items():
+        own = line in ("offloaded activations", "reserve")
+        assert together.cpu[line] == (3 if own else 1) * num_bytes, line
+    assert alone.cpu["offloaded activations"] > 0
+    # One rank writes the checkpoint.
+    one_saves, three_save = (ledger.outside_step["checkpoint"]["cpu"] for ledger in (alone, together))
+    assert three_save - one_saves == 2 * alone.cpu["reserve"]
+
+
+def test_without_a_gpu_each_rank_computes_in_host_memory():
+    one, three = problems(gpu_gib=0)
+    plan = leanest_plan(one)
+    alone, together = account(one, plan).cpu, account(three, plan).cpu
+    for line, num_bytes in alone.items():
+        assert together[line] == (1 if line.endswith("weights and states") else 3) * num_bytes, line
+
+
+def test_activations_on_nvme_are_each_ranks_own():
+    one, three = problems()
+    plan = leanest_plan(one).with_units(boundary=Tier.NVME)
+    assert account(three, plan).nvme == {"activations": 3 * account(one, plan).nvme["activations"]}
+
+
+@pytest.mark.parametrize(
+    ("planner", "gpu_gib", "room"), [(make_plan, 1.8, 90), (make_plan, 0, 900), (greedy_plan, 0, 900)]
+)
+def test_plans_leave_room_for_every_rank(planner, gpu_gib, room):
+    model, machine = builders.model(), builders.hardware(gpu_gib=gpu_gib)
+    capabilities = Capabilities(offloaded_boundaries=True, offloaded_saved=True)
+    request = PlanRequest(max_tokens=16384, capabilities=capabilities, local_ranks=3)
+    problem = build_problem(model, machine, request)
+    need = account(problem, leanest_plan(problem)).need_bytes()["cpu"]
+    tight = replace(request, cpu_budget_bytes=need + room * MIB)
+    plan = planner(model, machine, tight)
+    check_plan(plan, model, machine, tight)
+    with pytest.raises(InfeasiblePlanError, match="cpu memory"):  # one rank may take more
+        check_plan(planner(model, machine, replace(tight, local_ranks=1)), model, machine, tight)
+
+
+def test_links_share_host_memory_and_gradients_are_divided():
+    model = builders.model()
+    fast = builders.hardware(host_memory_bytes_per_s=20e9)  # 3 x (1 + 1) GB/s fit
+    slow = builders.hardware(host_memory_bytes_per_s=3e9)
+    request = PlanRequest(max_tokens=TOKENS, local_ranks=3)
+    alone = build_problem(model, fast, replace(request, local_ranks=1))
+    roomy, narrow = (build_problem(model, machine, request) for machine in (fast, slow))
+    assert roomy.h2d_bytes_per_s == alone.h2d_bytes_per_s == 2 * narrow.h2d_bytes_per_s
+    assert narrow.units[0].weight_h2d_s == pytest.approx(2 * alone.units[0].weight_h2d_s)
+    assert roomy.units[0].gradient_d2h_s == pytest.approx(alone.units[0].gradient_d2h_s / 3)
+    assert roomy.units[0].cpu_update_s == alone.units[0].cpu_update_s
+
+
+def test_no_ranks():
+    with pytest.raises(ConfigError, match="local_ranks 0"):
+        PlanRequest(local_ranks=0)
