@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from pathlib import Path
 
 import peft
@@ -295,9 +296,14 @@ class SaveInCallback(transformers.TrainerCallback):
         model.save_pretrained(folder / "pretrained", max_shard_size="20KB")
         self.trainer.save_model(str(folder / "trainer"))
         torch.save(model.state_dict(), folder / "state.pt")
+        torch.save(model, folder / "model.pt")
         self.kept[state.global_step] = {
             name: value.detach().cpu().clone() for name, value in model.state_dict().items()
         }
+
+
+def samples_batch(samples):
+    return {name: torch.stack([sample[name] for sample in samples[:2]]) for name in samples[0]}
 
 
 def test_saves_in_callbacks_hold_the_weights_of_that_step(device, tmp_path):
@@ -317,7 +323,11 @@ def test_saves_in_callbacks_hold_the_weights_of_that_step(device, tmp_path):
         trainer.add_callback(callback)
         return harness.finish(trainer)
 
-    lazy_run(llama(), samples, tmp_path, device, drive, max_steps=3)
+    def drive_and_save_the_engine(trainer):
+        with pytest.raises(TypeError, match=r"torch\.save\(engine\.module, path\)"):
+            drive(trainer) and torch.save(trainer.model_wrapped, tmp_path / "engine.pt")
+
+    lazy_run(llama(), samples, tmp_path, device, drive_and_save_the_engine, max_steps=3)
     for step, expected in stepwise.items():
         folder = tmp_path / f"step-{step}"
         assert len(list((folder / "pretrained").glob("*.safetensors"))) > 1, "the sharded road must be sharded"
@@ -325,7 +335,39 @@ def test_saves_in_callbacks_hold_the_weights_of_that_step(device, tmp_path):
             loaded = transformers.LlamaForCausalLM.from_pretrained(folder / road)
             assert_same_weights(loaded.state_dict(), expected, device)
         assert_same_weights(torch.load(folder / "state.pt", map_location="cpu"), expected, device)
+        assert b"lazytrain" not in (folder / "model.pt").read_bytes(), "loads where LazyTrain is not installed"
+        whole = torch.load(folder / "model.pt", map_location="cpu", weights_only=False)
+        assert_same_weights(whole.state_dict(), expected, device)
+        assert whole.to(torch.float64)(**samples_batch(samples)).loss.isfinite(), "an ordinary model, dtype and all"
         assert_same_weights(callback.kept[step], expected, device)
+
+
+class InPreOptimizerStep(transformers.TrainerCallback):
+    """Changes something where Trainer promises that the optimizer has not stepped yet."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_pre_optimizer_step(self, args, state, control, model, optimizer, **kwargs):
+        self.change(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda model, optimizer: model.lm_head.weight.detach().mul_(0.5), "lm_head.weight"),
+        (lambda model, optimizer: [p.data.mul_(0.5) for p in model.parameters()], r"and \d+ more weights"),
+        (lambda model, optimizer: optimizer.param_groups[0].update(lr=1e-5), "the learning rate"),
+        (lambda model, optimizer: [p.norm() for p in model.parameters()], None),
+    ],
+    ids=["in place", "through data", "rate", "reads"],
+)
+def test_a_change_before_the_step_that_comes_after_it_is_said_once(change, says, device, tmp_path, caplog):
+    options = {"max_steps": 2, "trainer_options": {"callbacks": [InPreOptimizerStep(change)]}}
+    lazy_run(llama(), models.make_samples("llama", 4), tmp_path, device, **options)
+    said = [record.message for record in caplog.records if "comes after the optimizer step" in record.message]
+    assert len(said) == (says is not None)
+    assert says is None or re.search(rf"InPreOptimizerStep changed .*{says}.* Make it in on_optimizer_step", said[0])
 
 
 def test_buffers_are_exported_with_the_weights(tmp_path):

@@ -131,6 +131,25 @@ def test_a_save_that_fails_leaves_the_run_resumable(device, tmp_path, monkeypatc
     assert_bit_equal(resumed.weights, straight.weights)
 
 
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_trainer_save_that_was_interrupted_is_explained(earlier, device, tmp_path):
+    """Ctrl-C between the engine's part, which is whole, and the file that Trainer writes last."""
+    work = Work(model="llama", implementation="native")
+
+    class Interrupted(InOrderTrainer):
+        def _save_rng_state(self, output_dir):
+            if "checkpoint-6" in output_dir or not earlier:
+                raise KeyboardInterrupt
+            super()._save_rng_state(output_dir)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_lazytrain(work, STREAMED, tmp_path, device, trainer_class=Interrupted, **SAVING)
+    last = "checkpoint-6" if earlier else "checkpoint-3"
+    remedy = r"resume from \S+checkpoint-3" if earlier else "start the training anew"
+    with pytest.raises(CheckpointError, match=f"{last} can't be resumed.*save was interrupted. Delete.*{remedy}"):
+        run_lazytrain(work, STREAMED, tmp_path, device, max_steps=6, resume=True)
+
+
 def test_load_best_model_at_end_on_the_live_engine(device, tmp_path):
     """The best of two evaluations is the first: its weights are back when training ends."""
     work = Work(model="llama", implementation="native")

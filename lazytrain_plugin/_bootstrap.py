@@ -2,7 +2,7 @@
 
 It runs in every process of the environment that imports torch, so it takes well under a millisecond, imports only the
 standard library, and never raises (an exception here would break `import torch` itself). All it does is to watch for
-the two modules that LazyTrain patches; `lazytrain_plugin.integration` is imported when one of them was executed.
+the modules that LazyTrain patches; `lazytrain_plugin.integration` is imported when one of them was executed.
 
 [Note: why the finder stays installed]
 Accelerate and transformers probe `importlib.util.find_spec("deepspeed")` without importing it. A finder that removes
@@ -23,7 +23,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-TARGETS = ("deepspeed", "transformers.integrations.deepspeed")
+TARGETS = ("deepspeed", "transformers.integrations.deepspeed", "transformers.trainer_callback")
 """Modules that are patched right after they were executed."""
 
 failures: dict[str, BaseException] = {}

@@ -20,6 +20,7 @@ from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
 from lazytrain_plugin.integration.client_optimizer import make_adam, make_updater, optimizer_state_bits
 from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
 from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
+from lazytrain_plugin.integration.managed_model import manage, release, release_from_other_engines
 from lazytrain_plugin.integration.plan_watch import PlanWatch
 from lazytrain_plugin.integration.planning import Planner, count_tokens
 from lazytrain_plugin.integration.several_ranks import AgreedPlanner, make_rank_group, refuse_for_several_ranks
@@ -30,7 +31,6 @@ from lazytrain_plugin.kernels import native
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime.discovery import discover
 from lazytrain_plugin.runtime.executor import Executor
-from lazytrain_plugin.runtime.streamed_module import guarded_apply
 from lazytrain_plugin.runtime.train_state import ExecutorState
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         self.lazytrain = ExecutorState(executor)
         tensor_access.manage(self.lazytrain)
         self._managed_parameters = {id(parameter) for parameter in self.module.parameters()}
-        self.module._apply = ApplyGuard(self.module, executor)
+        manage(self.module, executor)
         return LazyTrainOptimizer(optimizer, self.lazytrain, self.seq_data_parallel_group, self.gradient_clipping())
 
     # A step.
@@ -249,6 +249,12 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             release(self.module, self.lazytrain.executor)
         super().destroy()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an engine can't be pickled; save the model that it trains, torch.save(engine.module, path) or "
+            "accelerator.unwrap_model(model), or a checkpoint with engine.save_checkpoint"
+        )
+
     def _refuse_new_parameters(self) -> None:
         new = [name for name, p in self.module.named_parameters() if id(p) not in self._managed_parameters]
         if new:
@@ -256,25 +262,6 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
                 f"{new[0]} (and {len(new) - 1} more) became part of the model after the engine was made; add adapters, "
                 "resize embeddings and replace layers before the Trainer (or accelerator.prepare) sees the model"
             )
-
-
-class ApplyGuard:
-    """Stands in for the model's `_apply`, so that `.to`, `.cuda` and `.half` can't move weights from their homes."""
-
-    def __init__(self, module: nn.Module, executor: Executor) -> None:
-        self._module = module
-        self.executor = executor
-
-    def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
-        return guarded_apply(self._module, fn)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        # A copy of the model is not managed: it gets its class's own method, bound to the copy.
-        copied = memo[id(self._module)]
-        return type(copied)._apply.__get__(copied)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a model managed by LazyTrain can't be pickled whole; save its state_dict() instead")
 
 
 def modules_around(model: nn.Module, unit_names: list[str]) -> list[tuple[str, nn.Module]]:
@@ -291,24 +278,6 @@ def refuse_compiled(named: list[tuple[str, nn.Module]]) -> None:
     for name, module in named:
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             raise ConfigError(COMPILE_REFUSAL.format(name or "the model"))
-
-
-def release(module: nn.Module, executor: Executor) -> None:
-    """Gives the model back as an ordinary one with true weights. Safe to call twice."""
-    executor.close()
-    guard = module.__dict__.get("_apply")
-    if isinstance(guard, ApplyGuard) and guard.executor is executor:
-        fused.remove(module)
-        del module.__dict__["_apply"]
-
-
-def release_from_other_engines(model: nn.Module) -> None:
-    """A model (or a part of it) that an engine still manages goes to the new one: a second Trainer, a sweep."""
-    for module in model.modules():
-        guard = module.__dict__.get("_apply")
-        if isinstance(guard, ApplyGuard):
-            logger.info("the model was managed by another engine, which lets go of it now")
-            release(module, guard.executor)
 
 
 def refuse_special_parameters(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from lazytrain_plugin.config.deepspeed_conflicts import (
 from lazytrain_plugin.config.parse import lazytrain_block, parse_block
 from lazytrain_plugin.config.schema import BLOCK, GradientCommConfig, LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.integration import hf_loading, tensor_access
+from lazytrain_plugin.integration import hf_loading, hf_trainer, tensor_access
 from lazytrain_plugin.integration.logs import setup_logging
 from lazytrain_plugin.integration.single_process import provide_rendezvous
 from lazytrain_plugin.profile.capacity import SHM_REMEDY, small_shared_memory
@@ -75,6 +75,8 @@ def patch_module(module: ModuleType) -> None:
         _patch_zero_init(module)
         _patch_shared_memory_op()
         tensor_access.patch()
+    elif module.__name__ == "transformers.trainer_callback":
+        hf_trainer.patch(module)
     else:
         hf_loading.patch(module)
 

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_lazytrain"
 
 
-def _new(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
-
-
 @functools.cache
 def _streamed_class(original: type[nn.Module]) -> type[nn.Module]:
     """A subclass that looks like `original` by name and type, and runs `forward` through the executor."""
@@ -35,9 +31,9 @@ def _streamed_class(original: type[nn.Module]) -> type[nn.Module]:
             return guarded_apply(self, fn)
 
         def __reduce_ex__(self, protocol):
-            # A copy or a pickle is an ordinary module with true weights: it has no executor.
+            # A copy or a pickle is an ordinary module with true weights: it has no executor, and needs no LazyTrain.
             state = {k: v for k, v in self.__dict__.items() if k != _ATTRIBUTE}
-            return _new, (original,), state
+            return object.__new__, (original,), state
 
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Streamed, name, getattr(original, name))
