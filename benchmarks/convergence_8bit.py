@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import math
 import multiprocessing
@@ -30,8 +29,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +47,8 @@ ARMS = (BASELINE, "lazytrain_8bit", "bitsandbytes", "torch")
 BETAS = (0.9, 0.999)
 WARMUP_FRAC = 0.05
 FINAL_FRAC = 0.05
+SO_FAR = "_so_far.json"
+"""Ends the name of a file with an unfinished run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,11 @@ class Setup:
         )
 
 
+def machine_name() -> str:
+    """Of what trains here."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+
+
 @dataclass
 class ArmRun:
     """One arm with one seed."""
@@ -96,6 +102,8 @@ class ArmRun:
     held_out_loss: float
     wall_s: float
     final_frac: float = FINAL_FRAC
+    machine: str = field(default_factory=machine_name)
+    torch: str = torch.__version__
 
     @property
     def final_loss(self) -> float:
@@ -123,21 +131,77 @@ def run_all(
     run_arm: Callable[[str, Setup, int], ArmRun] = run_arm,
     *,
     always_apart: bool = False,
+    kept: KeptRuns | None = None,
 ) -> list[ArmRun]:
-    """Every (arm, setup, seed), in this order; several jobs (one too, if `always_apart`) run in their own processes."""
-    runs = []
+    """Every (arm, setup, seed), in this order; several jobs (one too, if `always_apart`) run in their own processes.
+
+    Args:
+        kept: what it has is not run again, and what is run is written to it.
+    """
+    runs = {part: run for part in work if kept is not None and (run := kept.load(*part)) is not None}
+    missing = [part for part in work if part not in runs]
     with contextlib.ExitStack() as stack:
         if num_jobs > 1 or always_apart:
             context = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1)
-            results = stack.enter_context(pool).map(run_arm, *zip(*work))
+            pool = stack.enter_context(ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1))
+            started = {pool.submit(_run_and_keep, run_arm, kept, *part): part for part in missing}
+            results = ((started[future], future.result()) for future in as_completed(started))
         else:
-            results = itertools.starmap(run_arm, work)
-        for run in results:
-            runs.append(run)
+            results = ((part, _run_and_keep(run_arm, kept, *part)) for part in missing)
+        for part, run in results:
+            runs[part] = run
             figures = f"{run.final_loss:.4f} in {run.wall_s:.1f} s"
             print(f"seed {run.seed}, {run.arm}: {figures}", file=sys.stderr, flush=True)
-    return runs
+    return [runs[part] for part in work]
+
+
+def _run_and_keep(run_arm: Callable, kept: KeptRuns | None, arm: str, setup: Setup, seed: int) -> ArmRun:
+    run = run_arm(arm, setup, seed)
+    if kept is not None:
+        kept.store(setup, run)
+    return run
+
+
+@dataclass(frozen=True)
+class KeptRuns:
+    """A folder with a file for each run: a benchmark that was cut short goes on from there, with whole runs."""
+
+    folder: Path
+
+    def load(self, arm: str, setup: Setup, seed: int, *, so_far: bool = False) -> ArmRun | None:
+        """A run of this setup that has ended (or, `so_far`, what it had written); None if there is none.
+
+        Exits if the setup is another.
+        """
+        path = self._path(arm, seed)
+        if so_far and not path.exists():
+            path = self._path(arm, seed, SO_FAR)
+        if not path.exists():
+            return None
+        found = json.loads(path.read_text())
+        if found["setup"] != asdict(setup):
+            sys.exit(f"{path} is of another setup, {found['setup']}; name another --out, or delete it")
+        return ArmRun(**found["run"])
+
+    def store(self, setup: Setup, run: ArmRun) -> None:
+        """Writes a run, or, if it has fewer steps than it shall have, what it is so far."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        so_far = self._path(run.arm, run.seed, SO_FAR)
+        so_far.write_text(json.dumps({"setup": asdict(setup), "run": asdict(run)}))
+        if len(run.losses) == setup.steps:
+            so_far.replace(self._path(run.arm, run.seed))
+
+    def _path(self, arm: str, seed: int, ending: str = ".json") -> Path:
+        return self.folder / f"{arm}_{seed}{ending}"
+
+
+def runs_so_far(work: list[tuple[str, Setup, int]], kept: KeptRuns) -> list[ArmRun]:
+    """What `kept` has of them, unfinished runs too, all cut to the shortest."""
+    runs = [run for part in work if (run := kept.load(*part, so_far=True)) is not None]
+    if not runs:
+        sys.exit(f"{kept.folder} holds no run; train some first")
+    length = min(len(run.losses) for run in runs)
+    return [replace(run, losses=run.losses[:length]) for run in runs]
 
 
 def _texts(setup: Setup) -> tuple[np.ndarray, np.ndarray]:
@@ -288,12 +352,13 @@ def draw(runs: list[ArmRun], setup: Setup, path: Path, baseline_arm: str = BASEL
     smooth = lambda losses: np.convolve(losses, np.ones(window) / window, mode="valid")  # noqa: E731
     first = [run for run in runs if run.seed == runs[0].seed]
     baseline = next((run for run in first if run.arm == baseline_arm), first[0])
-    x = np.arange(window, setup.steps + 1)
+    x = np.arange(window, len(baseline.losses) + 1)
     for run in first:
         curves.plot(x, smooth(run.losses), label=f"{run.arm}: {run.final_loss:.4f}", linewidth=1)
         if run is not baseline:
             distance.plot(x, 100 * (smooth(run.losses) / smooth(baseline.losses) - 1), label=run.arm, linewidth=1)
-    curves.set(ylabel="training loss (nat per byte)", title=f"mean of {window} steps; legend: mean of the last 5 %")
+    title = f"mean of {window} steps; legend: mean of the last {100 * baseline.final_frac:.0f} %"
+    curves.set(ylabel="training loss (nat per byte)", title=title)
     curves.legend()
     distance.axhspan(-0.5, 0.5, color="0.9", label="within 0.5 %")
     distance.set(xlabel="step", ylabel=f"% above {baseline.arm}")
@@ -338,12 +403,11 @@ def publish(
     name: str, setup: Setup, runs: list[ArmRun], rows: list[dict], out: Path | None, *, baseline: str, **more: object
 ) -> None:
     """Prints the result as one line of JSON; with `out`, writes it with all losses to OUT.json, and draws OUT.png."""
-    on_gpu = setup.device == "cuda"
     result = {
         "benchmark": name,
         "setup": asdict(setup),
-        "machine": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "torch": torch.__version__,
+        "machine": runs[0].machine,
+        "torch": runs[0].torch,
         **more,
         "arms": rows,
     }

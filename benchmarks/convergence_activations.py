@@ -7,7 +7,7 @@ Arms, each from the same initial weights and with the same batches in the same o
 
     exact     32-bit states, activations as they are
     balanced  8-bit states
-    compact   8-bit states, activations in 4 bits outside of attention
+    compact   8-bit states, gradients in 8-bit codes, activations in 4 bits outside of attention
     uniform   the same with attention in 4 bits too, which the engine never does: what the layer-aware rule is for
 
 In every arm all layers save the outputs of matrix products (the strategy matmuls), so that the arms differ in bits
@@ -16,16 +16,25 @@ than all of it once), or any file (`--text`). What is compared: the training los
 steps, per seed against the exact arm of that seed, and the loss on pages that were held out. `spread` is how far the
 exact arms of the seeds are apart: differences below it are noise of the seed, but the pairs share it. Prints a table
 and, as its last line, JSON; `--out PREFIX` writes PREFIX.json and, where matplotlib is installed, PREFIX.png.
+
+With `--out` each run is kept in PREFIX_runs/ when it ends, and the same command goes on with those that are missing
+(`--seeds` and `--arms` choose some). Every 100 steps a run writes its losses there too: `--so-far` compares what there
+is without training, unfinished runs included.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
+import os
 import platform
+import statistics
+import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,32 +54,51 @@ class Bits:
     """What an arm stores its states and activations in."""
 
     states: int
+    gradients: int
     activations: int
     attention_too: bool = False
 
 
 BASELINE = "exact"
 ARMS = {
-    BASELINE: Bits(32, 16),
-    "balanced": Bits(8, 16),
-    "compact": Bits(8, 4),
-    "uniform": Bits(8, 4, attention_too=True),
+    BASELINE: Bits(32, 16, 16),
+    "balanced": Bits(8, 16, 16),
+    "compact": Bits(8, 8, 4),
+    "uniform": Bits(8, 8, 4, attention_too=True),
 }
+REPORT_STEPS = 100
 
 
-def run_arm(arm: str, setup: common.Setup, seed: int) -> common.ArmRun:
-    """Trains one arm from scratch; leaves nothing behind on the device."""
+def run_arm(
+    arm: str, setup: common.Setup, seed: int, *, num_jobs: int = 1, kept: common.KeptRuns | None = None
+) -> common.ArmRun:
+    """Trains one arm from scratch, in a process of its own."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_jobs))
     torch.manual_seed(seed)
     model = setup.build_model()
     training_text, held_out_text = load_text(setup.text)
     start_s = time.perf_counter()
     if ARMS[arm].attention_too:
         quantize_attention_too()
+
+    def run_of(losses: list[Tensor], held_out_loss: float = math.nan) -> common.ArmRun:
+        values = torch.stack(losses).tolist()
+        wall_s = time.perf_counter() - start_s
+        return common.ArmRun(
+            arm=arm, seed=seed, losses=values, held_out_loss=held_out_loss, wall_s=wall_s, final_frac=FINAL_FRAC
+        )
+
+    def report(losses: list[Tensor]) -> None:
+        run = run_of(losses)
+        mean = statistics.fmean(run.losses[-REPORT_STEPS:])
+        rate = f"loss {mean:.4f}, {run.wall_s:.0f} s so far"
+        print(f"seed {seed}, {arm}: {len(losses)} of {setup.steps} steps, {rate}", file=sys.stderr, flush=True)
+        if kept is not None:
+            kept.store(setup, run)
+
     batches = common.batches(training_text, setup, seed)
-    losses = train(ARMS[arm], model, setup, batches, held_out_text)
-    *steps, held_out = torch.stack(losses).tolist()
-    wall_s = time.perf_counter() - start_s
-    return common.ArmRun(arm=arm, seed=seed, losses=steps, held_out_loss=held_out, wall_s=wall_s, final_frac=FINAL_FRAC)
+    losses, held_out_loss = train(ARMS[arm], model, setup, batches, held_out_text, report)
+    return run_of(losses, held_out_loss.item())
 
 
 def load_text(path: str | None) -> tuple[np.ndarray, np.ndarray]:
@@ -111,6 +139,7 @@ def plan_of(model: nn.Module, setup: common.Setup, bits: Bits):
             states=tier,
             updater=updater,
             state_bits=bits.states,
+            gradient_bits=bits.gradients,
             reason="by hand",
             **activations,
         )
@@ -124,9 +153,14 @@ def plan_of(model: nn.Module, setup: common.Setup, bits: Bits):
 
 
 def train(
-    bits: Bits, model: nn.Module, setup: common.Setup, batches: Iterator[Tensor], held_out_text: np.ndarray
-) -> list[Tensor]:
-    """The training losses, then the held-out loss."""
+    bits: Bits,
+    model: nn.Module,
+    setup: common.Setup,
+    batches: Iterator[Tensor],
+    held_out_text: np.ndarray,
+    report: Callable[[list[Tensor]], None],
+) -> tuple[list[Tensor], Tensor]:
+    """The training losses and the held-out loss; `report` gets the losses every 100 steps."""
     import deepspeed
 
     with tempfile.TemporaryDirectory() as folder:
@@ -140,6 +174,7 @@ def train(
             "lazytrain": {
                 "plan": {"path": str(path)},
                 "optimizer": {"state_bits": bits.states},
+                "gradients": {"bits": bits.gradients},
                 "activations": {"bits": bits.activations},
             },
         }
@@ -156,10 +191,12 @@ def train(
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach().float())
+            if len(losses) % REPORT_STEPS == 0 and len(losses) < setup.steps:
+                report(losses)
         engine.flush()
-        losses.append(common.held_out(model, held_out_text, setup))
+        held_out_loss = common.held_out(model, held_out_text, setup)
         engine.destroy()
-    return losses
+    return losses, held_out_loss
 
 
 def spread_percent(runs: list[common.ArmRun]) -> float:
@@ -182,16 +219,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate")
     parser.add_argument("--text", help="train on the bytes of this file")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; s/step means little with several")
-    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.json and PREFIX.png")
-    return parser.parse_args()
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.json, PREFIX.png and PREFIX_runs/")
+    parser.add_argument("--so-far", action="store_true", help="train nothing: compare what PREFIX_runs/ holds")
+    arguments = parser.parse_args()
+    if arguments.so_far and arguments.out is None:
+        parser.error("--so-far needs --out: where the runs are")
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
     setup = common.setup_of(arguments)
     work = [(arm, setup, seed) for seed in arguments.seeds for arm in arguments.arms]
-    # A process for each run, with one job too: an arm may change the engine for itself.
-    runs = common.run_all(work, max(arguments.jobs, 1), run_arm, always_apart=True)
+    kept = None if arguments.out is None else common.KeptRuns(arguments.out.with_name(f"{arguments.out.name}_runs"))
+    if arguments.so_far:
+        runs = common.runs_so_far(work, kept)
+    else:
+        num_jobs = max(1, min(arguments.jobs, len(work)))
+        run = functools.partial(run_arm, num_jobs=num_jobs, kept=kept)
+        # A process for each run, with one job too: an arm may change the engine for itself.
+        runs = common.run_all(work, num_jobs, run, always_apart=True, kept=kept)
     rows = common.summarize(runs, BASELINE)
     common.print_table(rows, BASELINE)
     spread = spread_percent(runs)
