@@ -5,6 +5,9 @@ import os
 # Before deepspeed and transformers are imported: no network, one process, this machine's own device.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Models this small are several times slower on more threads, also in the processes that tests start. Where it is unset,
+# Accelerate sets torch's number of threads itself, in a DeepSpeed run but not in a plain one.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
@@ -15,6 +18,8 @@ if not torch.cuda.is_available():
 
 from integration_tests import cases
 from integration_tests.harness import process_group
+
+torch.set_num_threads(1)  # where something has imported torch before
 
 DEVICES = ["cuda" if torch.cuda.is_available() else "cpu"]
 """DeepSpeed chooses its accelerator once per process, and takes the GPU where there is one."""
@@ -39,15 +44,10 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """Bit-equality is asserted everywhere here; models this small are slower on more threads, much so on a busy box."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # Where it is unset, Accelerate sets torch's number of threads itself, in a DeepSpeed run but not in a plain one.
-    os.environ["OMP_NUM_THREADS"] = "1"
+    """Bit-equality is asserted everywhere here."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True, scope="session")

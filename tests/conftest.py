@@ -5,9 +5,13 @@ import os
 # Before anything imports deepspeed or transformers: no network, no look-up of a missing hub, no fork warnings.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Models this small are several times slower on more threads, also in the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+
+torch.set_num_threads(1)  # where something has imported torch before
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

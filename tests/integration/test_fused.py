@@ -55,15 +55,6 @@ def several_chunks(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_TOKENS", 16)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny models: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make(family, device="cpu", seed=0):
     torch.manual_seed(seed)
     config = CAUSAL[family]()

@@ -1,7 +1,6 @@
 """Fixtures of the kernel tests."""
 
 import pytest
-import torch
 
 from lazytrain_plugin.kernels import native
 from tests.kernels.implementations import IMPLEMENTATIONS
@@ -34,12 +33,3 @@ def threads():
     """Sets the number of threads until the test ends."""
     yield native.set_num_threads
     native.set_num_threads(native.default_num_threads(1))
-
-
-@pytest.fixture
-def one_torch_thread():
-    """Thousands of short operations: on a busy machine torch's threads wait for each other longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

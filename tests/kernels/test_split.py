@@ -24,7 +24,7 @@ def join(weight, remainder):
 
 
 @pytest.mark.timeout(600)
-def test_all_values_are_exact(isa, one_torch_thread):
+def test_all_values_are_exact(isa):
     """All 2^32 bit patterns: the expected halves come from a pattern's place in the grid, not from the encoding.
 
     Plain code is the compiler's lowering of the same source, and slow here: it gets every eighth group of patterns.

@@ -186,7 +186,7 @@ def train(update, steps=300):
     return sum(losses[-50:]) / 50 / targets.square().mean().item()
 
 
-def test_regression_converges_as_with_fp32_states_and_as_with_bitsandbytes(implementation, one_torch_thread):
+def test_regression_converges_as_with_fp32_states_and_as_with_bitsandbytes(implementation):
     use(implementation)
     hyper = {"lr": 0.02, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
     m, v = torch.zeros(512), torch.zeros(512)

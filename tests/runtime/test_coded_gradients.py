@@ -245,26 +245,46 @@ def test_the_client_s_own_optimizer_reads_them_too():
         torch.testing.assert_close(p, q, rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("state_bits", [32, 8])
-def test_training_converges_as_with_exact_gradients(state_bits):
-    """Two micro-batches a step, against the seed's own spread."""
-    losses = {}
-    for bits in (16, 8):
-        model = make()
-        executor = executor_for(model, bits=bits, state_bits=state_bits)
-        found = []
-        for micro_batches in windows(50, 2, "cpu"):
-            for i, ids in enumerate(micro_batches):
-                executor.begin_forward()
-                executor.set_last_micro_batch(i == 1)
-                loss = Model.loss(model, ids)
-                loss.backward()
-                found.append(float(loss.detach()))
-            executor.step(1.0)
-        executor.close()
-        losses[bits] = found
-    assert sum(losses[16][-20:]) < 0.6 * sum(losses[16][:20])
-    assert sum(losses[8][-20:]) == pytest.approx(sum(losses[16][-20:]), rel=0.02)
+def add_noise_of_the_codes_size(model: Model, seed: int) -> None:
+    """What any rounding to as many steps does: an even spread over one step of each block of each gradient."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        blocks = torch.nn.functional.pad(gradient.float().flatten(), (0, -gradient.numel() % 64)).view(-1, 64)
+        step = blocks.abs().amax(1, keepdim=True) / 127
+        noisy = blocks + step * (torch.rand(blocks.shape, generator=generator) - 0.5)
+        return noisy.flatten()[: gradient.numel()].view_as(gradient).to(gradient.dtype)
+
+    for parameter in model.parameters():
+        parameter.register_hook(hook)
+
+
+def mean_loss_while_learning(bits: int, noise_seed: int | None = None) -> float:
+    """Over micro-batches 21 to 60, two a step: from 2.9 to 0.3 here. Later the tokens are known by heart, and what is
+    left of the loss is rounding."""
+    model = make(num_layers=1)
+    executor = executor_for(model, bits=bits, state_bits=8)
+    if noise_seed is not None:
+        add_noise_of_the_codes_size(model, noise_seed)
+    losses = []
+    for micro_batches in windows(30, 2, "cpu"):
+        for i, ids in enumerate(micro_batches):
+            executor.begin_forward()
+            executor.set_last_micro_batch(i == 1)
+            loss = Model.loss(model, ids)
+            loss.backward()
+            losses.append(float(loss.detach()))
+        executor.step(1.0)
+    executor.close()
+    assert losses[-1] < 0.2 * losses[0], "it learns"
+    return sum(losses[20:]) / 40
+
+
+def test_training_with_codes_is_as_good_as_with_noise_of_their_size():
+    """One more draw from the runs with noise, but for one time in a thousand: Student's t, one-sided, 3 degrees of freedom;
+    s * sqrt(1 + 1/4) is the spread of one draw around the mean of four. Truncated 4-bit codes are 31 s off."""
+    noisy = torch.tensor([mean_loss_while_learning(16, seed) for seed in range(4)], dtype=torch.float64)
+    assert mean_loss_while_learning(8) < noisy.mean() + 10.21 * noisy.std() * (1 + 1 / 4) ** 0.5
 
 
 def test_an_exact_plan_with_codes_is_refused():
