@@ -281,8 +281,8 @@ def mean_loss_while_learning(bits: int, noise_seed: int | None = None) -> float:
 
 
 def test_training_with_codes_is_as_good_as_with_noise_of_their_size():
-    """One more draw from the runs with noise, but for one time in a thousand: Student's t, one-sided, 3 degrees of freedom;
-    s * sqrt(1 + 1/4) is the spread of one draw around the mean of four. Truncated 4-bit codes are 31 s off."""
+    """One more draw from the runs with noise, but for one time in a thousand: Student's t, one-sided, 3 degrees of
+    freedom; s * sqrt(1 + 1/4) spreads one draw around the mean of four. Truncated 4-bit codes are 31 s off."""
     noisy = torch.tensor([mean_loss_while_learning(16, seed) for seed in range(4)], dtype=torch.float64)
     assert mean_loss_while_learning(8) < noisy.mean() + 10.21 * noisy.std() * (1 + 1 / 4) ** 0.5
 
