@@ -106,13 +106,20 @@ def passes(folders: list[Path], total_bytes: int, region_bytes: int, in_flight: 
             pinned = handle.new_cpu_locked_tensor(region_bytes, torch.empty(0, dtype=torch.uint8))
             pinned.copy_(buffers[0].tensor(torch.uint8, 0, region_bytes))
 
+            folder = tempfile.TemporaryDirectory(dir=folders[0])
+
             def deepspeed_pass(direction: str) -> None:
                 for i in range(total_bytes // region_bytes):
-                    path = str(tier.folders[0].path / f"deepspeed{i}")
-                    getattr(handle, f"sync_p{direction}")(pinned, path, 0)
+                    getattr(handle, f"sync_p{direction}")(pinned, f"{folder.name}/{i}", 0)
 
             found["deepspeed"] = deepspeed_pass
-    found["close"] = tier.close
+
+    def close() -> None:
+        tier.close()
+        if "deepspeed" in found:
+            folder.cleanup()
+
+    found["close"] = close
     return found
 
 

@@ -3,12 +3,22 @@
     python benchmarks/planned_vs_measured.py 7b:24:8 7b:70:32 14b:130:8       # SHAPE:GPU_GIB:BATCH, a process for each
     python benchmarks/planned_vs_measured.py 7b:31,70,130:32                  # budgets one after the other in a process
     python benchmarks/planned_vs_measured.py 7b:70:8 --random-plans 10        # and ten other plans, and fixed policies
+    python benchmarks/planned_vs_measured.py 3b:70:32 7b:70:32 --rounds 1 --all-resident    # what offloading costs
+    python benchmarks/planned_vs_measured.py 32b:130:4 --cpu-gib 112 --nvme /mnt/nvme --nvme-gib 40 --rounds 1 \
+        --warmup 2 --keep-on-device                                           # a model of three tiers
     python benchmarks/planned_vs_measured.py tiny:1:2 --seq 64 --device cpu --random-plans 3   # try it out
 
 A cell goes the road of an ordinary script (`deepspeed.initialize` with a "lazytrain" block). Round 1 is the plan that
 training starts with on a machine whose rates were measured and whose steps were not; each further round (`--rounds`)
 plans again with the rates that the steps before it showed, as training does in the background. With `--random-plans`
 the same model is then moved from plan to plan, the planner's own once more at the end.
+
+`--all-resident` moves the same model to the plan that has everything on the GPU and treats activations alike: same
+kernels, batch, state bits and recompute. The last line then says what the planned step takes over that one (`waste`),
+and what both waited for.
+
+Random weights are made on the device, then brought to where a loaded model is, host memory; `--keep-on-device` leaves
+them on the device, from where they go home unit by unit, so that they are never in host memory beside their homes.
 
 Policies of systems that wait for every update wait for it here too. What else their executors do (a second recompute, a
 refill of pinned copies) is not done, which flatters them.
@@ -60,6 +70,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps of a round before the timed ones")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a round")
     parser.add_argument("--rounds", type=int, default=2, help="plans, each with the rates that the last one showed")
+    parser.add_argument("--all-resident", action="store_true", help="then time the last plan with all of it on the GPU")
+    parser.add_argument("--nvme", nargs="+", type=Path, help="folders on NVMe disks, one per disk")
+    parser.add_argument("--nvme-gib", type=float, help="disk budget; default: what is free")
+    parser.add_argument("--keep-on-device", action="store_true", help="the model starts there, not in host memory")
     parser.add_argument("--random-plans", type=int, default=0, metavar="N", help="time so many others, and policies")
     parser.add_argument("--seed", type=int, default=0, help="of the random plans")
     parser.add_argument("--save-plans", type=Path, help="write the plans of all rounds to this folder")
@@ -103,15 +117,16 @@ class Cell:
         deepspeed.init_distributed("nccl" if self.is_cuda else "gloo")
         torch.manual_seed(0)
         begin_s = time.perf_counter()
-        model = build_model(arguments.shape, arguments.device, layers=arguments.layers).to("cpu")
-        if self.is_cuda:
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        model = build_model(arguments.shape, arguments.device, layers=arguments.layers)
+        if not arguments.keep_on_device:
+            model = model.to("cpu")
+            self.forget_peaks()
         built_s = time.perf_counter()
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=deepspeed_config(arguments)
         )
+        if arguments.keep_on_device:
+            self.forget_peaks()
         self.start_s = {"build_s": built_s - begin_s, "initialize_s": time.perf_counter() - built_s}
         size = (arguments.accumulation, arguments.batch, arguments.seq)
         self.tokens = torch.randint(0, model.config.vocab_size, size, device=arguments.device)
@@ -141,6 +156,8 @@ class Cell:
                     arguments.save_plans
                     / f"{arguments.shape}_{arguments.gpu_gib:g}_{arguments.batch}_{round_number}.json"
                 )
+        if arguments.all_resident:
+            self.compare_to_resident(best)
         if not arguments.random_plans:
             return
         problem = planner.problem()
@@ -164,21 +181,38 @@ class Cell:
         planner._take_rates({})
         self.place(planner.plan_again())
 
+    def compare_to_resident(self, plan) -> None:
+        """Prints what `plan`, measured last, takes over the same work with everything on the GPU."""
+        ours, resident = self.measured, all_resident(plan)
+        self.place(resident)
+        theirs = self.measure(resident, "all resident", self.arguments.warmup, self.arguments.steps)
+        parts = ("step_s", "forward_s", "backward_s")
+        print_line(
+            self.arguments,
+            waste=round(ours["step_s"] / theirs["step_s"], 4),
+            planned={part: ours[part] for part in parts} | {"waits_s": ours["waits_s"]},
+            all_resident={part: theirs[part] for part in parts} | {"waits_s": theirs["waits_s"]},
+        )
+
     def place(self, plan) -> None:
         self.engine._place(self.executor, plan)
+        self.forget_peaks()
+
+    def forget_peaks(self) -> None:
         gc.collect()
         if self.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    def measure(self, plan, name: str, warmup: int, steps: int, *, synchronous: bool = False, **more) -> None:
+    def measure(self, plan, name: str, warmup: int, steps: int, *, synchronous: bool = False, **more) -> dict:
         from lazytrain_plugin.integration.plan_watch import CUDA_CONTEXT_BYTES
         from lazytrain_plugin.plan.accounting import account
 
         planned = self.planner.predicted(plan)
         host_peak_bytes = reset_host_peak()
-        marks = self.run_steps(warmup + steps, synchronous=synchronous)[warmup:]
+        marks, losses = self.run_steps(warmup + steps, synchronous=synchronous)
+        marks = marks[warmup:]
         spans = {key: [mark[key] for mark in marks] for key in ("step_s", "forward_s", "backward_s")}
         measured = {key: round(statistics.median(values), 4) for key, values in spans.items()}
         needed = account(self.planner.problem(), plan).total_bytes()
@@ -195,6 +229,7 @@ class Cell:
             }
             memory["gpu"] = (needed["gpu"], reserved + CUDA_CONTEXT_BYTES)
         waits = self.engine.lazytrain.trace.summary(last=steps)
+        self.measured = measured | {"waits_s": {cause: round(seconds, 4) for cause, seconds in waits.items()}}
         times = {key: round(getattr(planned, key), 4) for key in ("step_s", "forward_s", "backward_s", "compute_s")}
         print_line(
             self.arguments,
@@ -206,17 +241,19 @@ class Cell:
             ratio={"step_s": round(measured["step_s"] / planned.step_s, 3)}
             | {tier: round(used / need, 3) for tier, (need, used) in memory.items()},
             **details,
-            waits_s={cause: round(seconds, 4) for cause, seconds in waits.items()},
+            waits_s=self.measured["waits_s"],
+            losses=losses,
             steps_s=[round(mark["step_s"], 4) for mark in marks],
             tflops=round(6 * self.num_parameters * self.tokens.numel() / measured["step_s"] / 1e12, 1),
             synchronous=synchronous,
             solver=plan.solver,
             **summary(plan),
         )
+        return self.measured
 
-    def run_steps(self, count: int, *, synchronous: bool) -> list[dict[str, float]]:
-        """Seconds of each step and its parts on the compute stream's own time line."""
-        marks = []
+    def run_steps(self, count: int, *, synchronous: bool) -> tuple[list[dict[str, float]], list[float]]:
+        """Seconds of each step and its parts on the compute stream's own time line; its last micro-batch's loss."""
+        marks, losses = [], []
         for _ in range(count):
             begin, parts = self.mark(), []
             for micro_batch in self.tokens:
@@ -226,6 +263,7 @@ class Cell:
                 self.engine.backward(loss)
                 parts.append(self.mark())
                 self.engine.step()
+            losses.append(loss.detach())
             if synchronous:
                 self.engine.flush()
             marks.append((begin, parts))
@@ -238,7 +276,7 @@ class Cell:
             forward_s = sum(self.between(parts[i], parts[i + 1]) for i in range(0, len(parts), 3))
             backward_s = sum(self.between(parts[i + 1], parts[i + 2]) for i in range(0, len(parts), 3))
             found.append({"step_s": self.between(begin, end), "forward_s": forward_s, "backward_s": backward_s})
-        return found
+        return found, [round(loss.item(), 4) for loss in losses]
 
     def mark(self) -> object:
         if not self.is_cuda:
@@ -267,11 +305,22 @@ def deepspeed_config(arguments: argparse.Namespace) -> dict:
             "fidelity": "balanced" if arguments.state_bits == 8 else "exact",
             "gpu_memory_gib": arguments.gpu_gib if arguments.device == "cuda" else None,
             "cpu_memory_gib": arguments.cpu_gib,
+            "nvme_path": [str(path) for path in arguments.nvme] if arguments.nvme else None,
+            "nvme_gib": arguments.nvme_gib,
             "max_tokens": arguments.batch * arguments.seq,
             # Each plan stays while it is measured; what earlier runs measured is of no use to round 1.
             "plan": {"adapt": False, "cache": False},
         },
     }
+
+
+def all_resident(plan):
+    """The same plan with all it places on the GPU, updates included."""
+    from lazytrain_plugin.vocab import Tier, Updater
+
+    on_gpu = dict.fromkeys(("weights", "states", "gradients", "boundary", "saved"), Tier.GPU)
+    at_home = lambda unit: replace(unit, **on_gpu, updater=Updater.GPU)  # noqa: E731
+    return replace(plan, units=tuple(map(at_home, plan.units)), stem=tuple(map(at_home, plan.stem)))
 
 
 def reset_host_peak() -> Callable[[], int]:
@@ -295,6 +344,10 @@ def summary(plan) -> dict:
         "streamed_update_units": sum(unit.streams_states for unit in plan.units),
         "boundaries_cpu": sum(unit.boundary != Tier.GPU for unit in plan.units),
         "saved_cpu": sum(unit.saved != Tier.GPU for unit in plan.units),
+        "nvme_units": {
+            what: sum(getattr(unit, what) == Tier.NVME for unit in (*plan.units, *plan.stem))
+            for what in ("weights", "states", "gradients", "boundary", "saved")
+        },
         "stem_states_gpu": sum(unit.states == Tier.GPU for unit in plan.stem),
         "slots": [plan.weight_slots, plan.gradient_slots, plan.state_slots, plan.activation_slots],
     }

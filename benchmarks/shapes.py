@@ -3,8 +3,10 @@
 import torch
 import transformers
 
-# Qwen2.5's published configurations (1.5B, 3B, 7B, 14B, 32B); "tiny" is for trying a command out.
+# Qwen2.5's published configurations (1.5B, 3B, 7B, 14B, 32B); "tiny" and "small" are for trying a command
+# out ("small" where systems leave tensors below some size alone).
 SHAPES = {
+    "small": {"hidden": 1024, "mlp": 2816, "layers": 2, "heads": 8, "kv_heads": 4, "vocab": 4096, "tied": True},
     "1.5b": {"hidden": 1536, "mlp": 8960, "layers": 28, "heads": 12, "kv_heads": 2, "vocab": 151936, "tied": True},
     "tiny": {"hidden": 256, "mlp": 704, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 32000, "tied": True},
     "3b": {"hidden": 2048, "mlp": 11008, "layers": 36, "heads": 16, "kv_heads": 2, "vocab": 151936, "tied": True},
