@@ -181,28 +181,6 @@ class QuantizedReducer:
         self._last = self._worker.submit(self._run_then, tensor, divisor, then, on_error)
         return Reduction(self._last.result)
 
-    def reduce_bucketed(
-        self, tensors: Sequence[torch.Tensor], divisor: float | None = None, bucket_elements: int = 2**23
-    ) -> None:
-        """As `reduce` for each of `tensors`, packed by dtype into buckets that overlap their packing and unpacking."""
-        buckets: list[list[torch.Tensor]] = []
-        open_buckets: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            bucket = open_buckets.setdefault(tensor.dtype, [])
-            if bucket and sum(t.numel() for t in bucket) + tensor.numel() > bucket_elements:
-                bucket = open_buckets[tensor.dtype] = []
-            if not bucket:
-                buckets.append(bucket)
-            bucket.append(tensor)
-        under_way = []
-        for bucket in buckets:
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-            under_way.append((bucket, flat, self.reduce_async(flat, divisor)))
-        for bucket, flat, reduction in under_way:
-            reduction.wait()
-            for tensor, reduced in zip(bucket, flat.split([t.numel() for t in bucket])):
-                tensor.detach().copy_(reduced.view_as(tensor))
-
     def count_fallback(self, tensor: torch.Tensor, reason: str, wire_dtype: torch.dtype | None = None) -> None:
         """Counts a full-precision all-reduce of `tensor`, done here or by the caller, and says so the first time.
 

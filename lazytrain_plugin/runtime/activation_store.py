@@ -110,10 +110,6 @@ class Parcel:
         self._pieces += pieces
         self._store.hold(self, pieces)
 
-    @property
-    def sent_bytes(self) -> int:
-        return sum(piece.end - piece.start for piece in self._pieces)
-
     def bring_back(self) -> None:
         """Everything is on the device when this returns, as the compute stream sees it.
 
