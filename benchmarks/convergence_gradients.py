@@ -3,20 +3,23 @@
     torchrun --nproc-per-node 2 benchmarks/convergence_gradients.py --steps 1000 --out results.json
     torchrun --nproc-per-node 2 benchmarks/convergence_gradients.py --hidden 64 --layers 2 --lr 3e-3 --steps 300
 
-Arms, each from the same initial weights, with the same batches in the same order, by torch's DistributedDataParallel
-with AdamW in fp32 and clipping:
+Arms, each from the same initial weights, with the same batches in the same order, AdamW in fp32 and clipping; every
+rank is a node, and every bucket or unit travels in codes where there are any:
 
-    full        torch's own all-reduce
-    8bit        lazytrain_plugin.ddp_comm_hook, every rank a node, every bucket in codes
-    full_again  as `full`, with each rank's share of a batch in another order: how far apart two correct runs end
+    full         torch's DistributedDataParallel and its own all-reduce
+    8bit         the same with lazytrain_plugin.ddp_comm_hook
+    full_again   as `full`, with each rank's share of a batch in another order: how far apart two correct runs end
+    engine       LazyTrain's engine, gradients in full precision
+    engine_8bit  the same in codes
 
 Rank 0 prints a line per arm and seed, and as its last line JSON: the mean training loss of the last 5 % of the steps,
-the loss on text that was held out, and how far the 8-bit arm is above the full one, in percent.
+the loss on text that was held out, and how far an arm is above the full one, in percent.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -38,7 +41,7 @@ from examples.train_lm import load_text
 from lazytrain_plugin.comm.topology import Topology
 
 BASELINE = "full"
-ARMS = (BASELINE, "8bit", "full_again")
+ARMS = (BASELINE, "8bit", "full_again", "engine", "engine_8bit")
 
 
 def run_arm(arm: str, setup: common.Setup, seed: int, *, rank: int, device: torch.device) -> common.ArmRun:
@@ -46,36 +49,82 @@ def run_arm(arm: str, setup: common.Setup, seed: int, *, rank: int, device: torc
     world = dist.get_world_size()
     torch.manual_seed(seed)
     model = setup.build_model().to(device)
-    ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    reducer = None
-    if arm == "8bit":
-        nodes = Topology.consecutive(world, 1)
-        reducer = lazytrain_plugin.QuantizedReducer(topology=nodes, smallest_bucket_elements=1)
-        ddp.register_comm_hook(reducer, lazytrain_plugin.ddp_comm_hook)
-    optimizer = torch.optim.AdamW(
-        ddp.parameters(), lr=setup.lr, betas=common.BETAS, weight_decay=setup.weight_decay, foreach=True
-    )
+    make = functools.partial(torch.optim.AdamW, lr=setup.lr, betas=common.BETAS, weight_decay=setup.weight_decay)
+    trainer = (EngineTrainer if arm.startswith("engine") else DDPTrainer)(arm, model, setup, make, device)
     text, held_out = load_text()
     losses = []
     begin = time.perf_counter()
     for step, batch in enumerate(common.batches(text, setup, seed)):
         share = batch[rank::world] if arm != "full_again" else batch.flip(0)[rank::world]
-        for group in optimizer.param_groups:
+        for group in trainer.optimizer.param_groups:
             group["lr"] = setup.learning_rate(step)
-        optimizer.zero_grad()
-        loss = ddp(input_ids=share, labels=share).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(ddp.parameters(), setup.max_norm)
-        optimizer.step()
-        losses.append(loss.detach().float())
+        losses.append(trainer.step(share).detach().float())
     wall_s = time.perf_counter() - begin
     mean = torch.stack([*losses, common.held_out(model, held_out, setup)])
     dist.all_reduce(mean)
     *steps, held_out_loss = (mean / world).tolist()
-    if reducer is not None:
-        assert not reducer.stats().fallbacks, reducer.stats()
-        reducer.close()
+    trainer.close()
     return common.ArmRun(arm=arm, seed=seed, losses=steps, held_out_loss=held_out_loss, wall_s=wall_s)
+
+
+class DDPTrainer:
+    """torch's DistributedDataParallel, with or without the hook."""
+
+    def __init__(self, arm: str, model: nn.Module, setup: common.Setup, make_optimizer, device: torch.device) -> None:
+        self._max_norm = setup.max_norm
+        self._ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        self._reducer = None
+        if arm == "8bit":
+            nodes = Topology.consecutive(dist.get_world_size(), 1)
+            self._reducer = lazytrain_plugin.QuantizedReducer(topology=nodes, smallest_bucket_elements=1)
+            self._ddp.register_comm_hook(self._reducer, lazytrain_plugin.ddp_comm_hook)
+        self.optimizer = make_optimizer(self._ddp.parameters(), foreach=True)
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self._ddp(input_ids=batch, labels=batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._ddp.parameters(), self._max_norm)
+        self.optimizer.step()
+        return loss
+
+    def close(self) -> None:
+        if self._reducer is not None:
+            assert not self._reducer.stats().fallbacks, self._reducer.stats()
+            self._reducer.close()
+
+
+class EngineTrainer:
+    """LazyTrain's engine, made as a script would make it."""
+
+    def __init__(self, arm: str, model: nn.Module, setup: common.Setup, make_optimizer, device: torch.device) -> None:
+        import deepspeed
+
+        self.optimizer = make_optimizer(model.parameters())
+        bits = 8 if arm == "engine_8bit" else 16
+        config = {
+            "train_micro_batch_size_per_gpu": setup.batch // dist.get_world_size(),
+            "gradient_clipping": setup.max_norm,
+            "zero_optimization": {"stage": 3},
+            "lazytrain": {
+                "max_tokens": setup.batch * setup.sequence,
+                "fused_kernels": False,
+                "gradient_comm": {"bits": bits, "ranks_per_node": 1, "smallest_bucket_elements": 1},
+            },
+        }
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
+        self._bits = bits
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = self._engine(input_ids=batch, labels=batch).loss
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss
+
+    def close(self) -> None:
+        stats = self._engine.lazytrain_gradient_comm.stats()
+        assert (stats.full_precision_buckets, stats.quantized_buckets)[self._bits == 16] == 0, stats
+        self._engine.destroy()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -100,6 +149,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank = dist.get_rank()
     shared = ("steps", "hidden", "layers", "batch", "sequence", "lr")

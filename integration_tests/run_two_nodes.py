@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lazytrain_plugin.install  # noqa: F401
+from lazytrain_plugin.integration.several_ranks import describe_exchange
 
 WIDTH, STEPS, WARM_UP = 1792, 7, 1
 ARMS = {
@@ -30,11 +31,35 @@ ARMS = {
 }
 
 
+STAGE_3 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+"""LazyTrain's own engine; what it sends in fp32 is the mean's exact sum."""
+
+
+def plain_model():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+class Layers(nn.Module):
+    """Two layers that are streamed, and nothing around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
 def make_engine(config, block):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    model = Layers() if config["zero_optimization"]["stage"] == 3 else plain_model()
     config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, **config, "lazytrain": block}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if config["zero_optimization"]["stage"] == 3:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -54,7 +79,27 @@ def sent_bytes(interface):
 def compare(config, interface):
     engines = {"deepspeed": make_engine(config, {"enabled": False})}
     engines["lazytrain"] = make_engine(config, {"gradient_comm": {"bits": 8}})
-    dtype = torch.bfloat16 if engines["deepspeed"].bfloat16_enabled() else torch.float32
+    (reducer,) = engines["lazytrain"].lazytrain_gradient_comm._reducers.values()
+    return {**measure(engines, interface), "reducer": reducer.describe(), "threshold": reducer.smallest_bucket_elements}
+
+
+def compare_stage_3(interface):
+    """LazyTrain's engine with gradients in fp32 and in codes."""
+    blocks = {"fp32": {"gradient_comm": {"bits": 16}}, "lazytrain": {"gradient_comm": {"bits": 8}}}
+    engines = {name: make_engine(STAGE_3, {"plan": {"cache": False}, **block}) for name, block in blocks.items()}
+    engines["deepspeed"] = make_engine(STAGE_3, {"enabled": False})
+    measured = measure(engines, interface)
+    norms = {name: float(engine.get_global_grad_norm()) for name, engine in engines.items()}
+    exchange = engines["lazytrain"].lazytrain.executor.exchange
+    for engine in engines.values():
+        engine.destroy()
+    threshold = exchange.between.smallest_bucket_elements
+    return {**measured, "norms": norms, "reducer": describe_exchange(exchange), "threshold": threshold}
+
+
+def measure(engines, interface):
+    """Steps of both engines in turn, on the same batch."""
+    dtype = torch.bfloat16 if engines["lazytrain"].bfloat16_enabled() else torch.float32
     x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
     times = {name: [] for name in engines}
     wire = dict.fromkeys(engines, 0)
@@ -70,7 +115,6 @@ def compare(config, interface):
             times[name] += [seconds] if number >= WARM_UP else []
     counted = torch.tensor([comm.stats().wire_bytes - before])
     dist.all_reduce(counted)
-    (reducer,) = comm._reducers.values()
     return {
         # The fastest: what else runs on the machine only ever slows a step, and the arm that computes more by more.
         "seconds": {name: min(values) for name, values in times.items()},
@@ -78,9 +122,6 @@ def compare(config, interface):
         "interface_bytes": {name: value / STEPS for name, value in wire.items()},
         "counted_bytes_of_a_node": int(counted) / 2 / STEPS,
         "elements": sum(p.numel() for p in engines["lazytrain"].module.parameters()),
-        "reducer": reducer.describe(),
-        "measured": reducer.measured,
-        "threshold": reducer.smallest_bucket_elements,
     }
 
 
@@ -92,6 +133,7 @@ def main(result_path, interface):
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
     results = {name: compare(config, interface) for name, config in ARMS.items()}
+    results["stage 3"] = compare_stage_3(interface)
     if dist.get_rank() == 0:
         Path(result_path).write_text(json.dumps(results))
     dist.barrier()

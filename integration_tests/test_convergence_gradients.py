@@ -13,6 +13,7 @@ from benchmarks import convergence_gradients
 from benchmarks.convergence_8bit import ArmRun, Setup, percent_above
 from examples.train_lm import load_text, unigram_entropy
 from tests.comm.ranks import succeed
+from tests.integration.test_several_ranks import prepare
 
 pytestmark = pytest.mark.multiprocess
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
@@ -21,6 +22,8 @@ TOLERANCE_PERCENT = 0.3  # seen in 120 steps, seeds 0 to 2: 0.15 at most
 
 
 def train(rank, device, arm):
+    if arm.startswith("engine"):
+        prepare(rank, 2, device.type)
     return convergence_gradients.run_arm(arm, replace(SETUP, device=str(device)), 0, rank=rank, device=device)
 
 
@@ -37,8 +40,9 @@ def test_the_model_learns():
 
 
 @pytest.mark.parametrize("what", ["final_loss", "held_out_loss"])
-def test_8_bit_gradients_end_where_full_precision_ends(what):
-    run, expected = trained("8bit"), trained("full")
+@pytest.mark.parametrize(("arm", "baseline"), [("8bit", "full"), ("engine_8bit", "engine")])
+def test_8_bit_gradients_end_where_full_precision_ends(arm, baseline, what):
+    run, expected = trained(arm), trained(baseline)
     assert run.losses[0] == pytest.approx(expected.losses[0], rel=1e-6), "the same weights and batches"
     assert run.losses[-1] != expected.losses[-1], "codes must show in the digits"
     assert abs(percent_above(run, expected, what)) < TOLERANCE_PERCENT

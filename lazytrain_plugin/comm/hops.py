@@ -73,6 +73,8 @@ class Hops:
         self.node_ranks = nodes
         """The ranks of each node, by position: nodes of one size, also where the topology has others."""
         self.ranks_per_node, self.nodes = len(node), len(nodes)
+        self.smallest_coded_elements: int | None = None
+        """From which size on codes are the faster between these nodes, once that was measured."""
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         members = tuple(self.ranks[rank] for rank in ranks)
@@ -109,6 +111,12 @@ class Hops:
     ) -> Callable[[], None]:
         with self.phase(phase):
             work = _all_gather(received, sent, group=group, async_op=True)
+        return lambda: self._wait(phase, work)
+
+    def sum_across(self, phase: str, values: torch.Tensor) -> Callable[[], None]:
+        """In place, over the ranks at this rank's position of every node."""
+        with self.phase(phase):
+            work = dist.all_reduce(values, group=self.across, async_op=True)
         return lambda: self._wait(phase, work)
 
     def _wait(self, phase: str, work: dist.Work) -> None:

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lazytrain_plugin.comm.hops import Hops
-from lazytrain_plugin.comm.parts import CONTRIBUTION_BITS, RESULT_BITS, blocks_of_part, chunk_count
+from lazytrain_plugin.comm.parts import CONTRIBUTION_BITS, blocks_of_part, chunk_count
+from lazytrain_plugin.comm.predict import coded_bytes_per_element
 from lazytrain_plugin.comm.stats import CommStats
 from lazytrain_plugin.kernels import gradient_codes as codes
 
@@ -35,8 +36,7 @@ def owners_are_cheaper(owned_elements: Sequence[int], nodes: Sequence[Sequence[i
     for node in nodes:
         owned = sum(owned_elements[rank] for rank in node)
         busiest = max(busiest, owned * (len(nodes) - 1), total - owned)
-    each_way = codes.BYTES_PER_BLOCK[CONTRIBUTION_BITS] + codes.BYTES_PER_BLOCK[RESULT_BITS]
-    all_reduce = (len(nodes) - 1) / len(nodes) * total * each_way
+    all_reduce = (len(nodes) - 1) / len(nodes) * total * coded_bytes_per_element(len(nodes)) * codes.BLOCK
     return busiest * codes.BYTES_PER_BLOCK[CONTRIBUTION_BITS] <= all_reduce
 
 

@@ -4,7 +4,8 @@
     time(quantized)  = latency_s + (n-1)/n * elements * (66 + 82)/64 * ranks_per_link / bandwidth
 
 66/64 bytes gather an element's contributions in 8-bit codes and 82/64 bring its sum in 10-bit codes
-(kernels/gradient_codes.py). `ranks_per_link` ranks of a node reduce at the same time over the same link.
+(kernels/gradient_codes.py); two nodes send each other 66/64 bytes and no sums. `ranks_per_link` ranks of a node reduce
+at the same time over the same link.
 
 The defaults are the set-up of AGoQ's communication table (arXiv 2605.00539, table 4: 8 nodes of 8 GPUs, tensor
 parallel inside the node, fp32 all-reduce among the 8 of a data-parallel group), and the latency is that of its 32 KB
@@ -13,9 +14,12 @@ row, where neither side is limited by the link.
 
 from __future__ import annotations
 
-CODED_BYTES_PER_ELEMENT = (66 + 82) / 64
-"""Both ways together; a test compares it with the kernels'."""
 TABLE_LATENCY_S = 0.7e-3
+
+
+def coded_bytes_per_element(nodes: int) -> float:
+    """Both ways together, of which a node sends (nodes - 1) / nodes; a test compares it with what is sent."""
+    return (2 * 66 if nodes == 2 else 66 + 82) / 64
 
 
 def predicted_speedup(
@@ -44,5 +48,5 @@ def predicted_speedup(
         raise ValueError(f"nodes={nodes}, message_bytes={message_bytes}, gbit={gbit}: need two nodes and a bandwidth.")
     byte_s = ranks_per_link * (nodes - 1) / nodes / (gbit * 1e9 / 8)
     full_s = latency_s + 2 * message_bytes * byte_s
-    quantized_s = latency_s + message_bytes / element_bytes * CODED_BYTES_PER_ELEMENT * byte_s
+    quantized_s = latency_s + message_bytes / element_bytes * coded_bytes_per_element(nodes) * byte_s
     return full_s / quantized_s

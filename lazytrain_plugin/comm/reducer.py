@@ -7,47 +7,38 @@ For a bucket of n elements on M nodes of L ranks, part (l, m) belongs to the ran
     between nodes    all-gather of the means in 10-bit codes
     inside a node    all-gather of decoded means in the gradient's precision                  (only if L > 1)
 
-Error. Each element is rounded twice, whatever the number of ranks: a node's contribution in 8 bits and the mean in 10.
-Were every contribution rounded once and added exactly, the error would be at most the mean of the nodes' rounding
-errors (triangle inequality), and, their errors being independent, as large relative to the mean of independent
-gradients as one rounding is to one gradient: e. The second rounding adds e / 4 in an independent direction:
-sqrt(1 + 1/16) e = 1.03 e. A second rounding in 8 bits would make 1.41 e.
+Two nodes need no results from each other: each gets the other's contribution whole (comm/between_nodes.py).
 
-Every part is added up by one rank, in the order of nodes, and all ranks decode the same codes: identical bits.
+Error, with more than two. Each element is rounded twice, whatever the number of ranks: a node's contribution in 8
+bits and the mean in 10. Were every contribution rounded once and added exactly, the error would be at most the mean of
+the nodes' rounding errors (triangle inequality), and, their errors being independent, as large relative to the mean of
+independent gradients as one rounding is to one gradient: e. The second rounding adds e / 4 in an independent
+direction: sqrt(1 + 1/16) e = 1.03 e. A second rounding in 8 bits would make 1.41 e.
+
+Contributions are added up in the order of nodes, and all ranks decode the same codes: identical bits.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from lazytrain_plugin.comm import threshold
+from lazytrain_plugin.comm.between_nodes import coded_mean
 from lazytrain_plugin.comm.hops import Hops
+from lazytrain_plugin.comm.overlap import overlapped
 from lazytrain_plugin.comm.owners import chunks_of, owners_are_cheaper, reduce_to_owners
-from lazytrain_plugin.comm.parts import CONTRIBUTION_BITS, RESULT_BITS, blocks_of_part, chunk_numel
+from lazytrain_plugin.comm.parts import blocks_of_part, chunk_numel
 from lazytrain_plugin.comm.stats import CommStats
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.errors import CommunicationError, ConfigError
 from lazytrain_plugin.kernels import gradient_codes as codes
 
 logger = logging.getLogger(__name__)
-
-_DONE = object()
-
-
-def _overlapped(chunks: Iterable[Iterator[None]]) -> None:
-    """Advances every chunk by one step at a time, the newest first, so that the link always has something to do."""
-    waiting, under_way = iter(chunks), []
-    started = next(waiting, None)
-    while started is not None or under_way:
-        if started is not None:
-            under_way.insert(0, started)
-        under_way = [steps for steps in under_way if next(steps, _DONE) is not _DONE]
-        started = next(waiting, None)
 
 
 class Reduction:
@@ -246,7 +237,7 @@ class QuantizedReducer:
         divisor = float(self.world_size if divisor is None else divisor)
         chunks = chunks_of(owned, self._hops.device.type)
         try:
-            _overlapped(reduce_to_owners(self._hops, chunk, divisor, self._stats) for chunk in chunks)
+            overlapped(reduce_to_owners(self._hops, chunk, divisor, self._stats) for chunk in chunks)
         except CommunicationError as error:
             self._failure = error
             raise
@@ -286,7 +277,7 @@ class QuantizedReducer:
 
     def _quantized(self, flat: torch.Tensor, divisor: float) -> None:
         chunks = flat.split(chunk_numel(flat.numel(), flat.device.type))
-        _overlapped(self._steps(chunk, divisor) for chunk in chunks)
+        overlapped(self._steps(chunk, divisor) for chunk in chunks)
 
     def _steps(self, flat: torch.Tensor, divisor: float) -> Iterator[None]:
         """Reduces `flat`; yields where a collective is under way."""
@@ -303,27 +294,10 @@ class QuantizedReducer:
             for contribution in contributions[1:]:
                 shard += contribution
 
-        sent, received = self._rows(nodes, blocks, CONTRIBUTION_BITS), self._rows(nodes, blocks, CONTRIBUTION_BITS)
-        codes.encode(shard, CONTRIBUTION_BITS, blocks, sent)
-        wait = hops.exchange("quantized exchange between nodes", received.view(-1), sent.view(-1), hops.across)
-        yield
-        wait()
-        mean = torch.empty(part, dtype=torch.float32, device=flat.device)
-        codes.decode_mean(received, CONTRIBUTION_BITS, blocks, divisor, mean)
-
-        mine, received = self._rows(1, blocks, RESULT_BITS), self._rows(nodes, blocks, RESULT_BITS)
-        codes.encode(mean, RESULT_BITS, blocks, mine)
-        wait = hops.gather("all-gather of means between nodes", received.view(-1), mine.view(-1), hops.across)
-        sent_bytes = (nodes - 1) * codes.row_bytes(blocks, CONTRIBUTION_BITS)
-        self._stats.reduce_scatter_bytes += sent_bytes
-        self._stats.wire_bytes += sent_bytes + (nodes - 1) * codes.row_bytes(blocks, RESULT_BITS)
-        yield
-        wait()
+        means = flat if hops.inside is None else torch.empty(part * nodes, dtype=flat.dtype, device=flat.device)
+        yield from coded_mean(hops, shard, blocks, divisor, means, self._stats)
         if hops.inside is None:
-            codes.decode(received, RESULT_BITS, blocks, flat)
             return
-        means = torch.empty(part * nodes, dtype=flat.dtype, device=flat.device)
-        codes.decode(received, RESULT_BITS, blocks, means)
         whole = part * nodes * ranks_per_node
         gathered = flat if whole == numel else torch.empty(whole, dtype=flat.dtype, device=flat.device)
         wait = hops.gather("all-gather inside a node", gathered, means, hops.inside)
@@ -344,10 +318,6 @@ class QuantizedReducer:
         wait = hops.exchange(phase, received, flat, hops.inside, [mine] * hops.ranks_per_node, sizes)
         self._stats.node_bytes += (flat.numel() - mine) * flat.element_size()
         return received.view(hops.ranks_per_node, mine), wait
-
-    def _rows(self, count: int, blocks: int, bits: int) -> torch.Tensor:
-        shape = (count, codes.row_bytes(blocks, bits))
-        return torch.empty(shape, dtype=torch.uint8, device=self._hops.device)
 
     def _timed_run(self, numel: int, quantized: bool) -> None:
         device = self._hops.device

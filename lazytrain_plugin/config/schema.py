@@ -224,8 +224,7 @@ class GradientCommConfig:
     PATH: ClassVar[str] = f"{BLOCK}.gradient_comm"
 
     bits: int | None = option(
-        "at ZeRO stages 0, 1 and 2, 8: in 8-bit codes between nodes; 16: in their own precision; null: what fidelity "
-        "says, 16 for exact, else 8",
+        "8: in 8-bit codes between nodes; 16: in full precision; null: what fidelity says, 16 for exact, else 8",
         None,
         Rule(kind="integer", nullable=True, choices=(8, 16)),
     )
@@ -235,7 +234,7 @@ class GradientCommConfig:
         Rule(kind="integer", nullable=True, at_least=1),
     )
     smallest_bucket_elements: int | None = option(
-        "buckets of fewer elements keep their own precision; null: measured at the start, where codes are faster",
+        "buckets and units of fewer elements keep full precision; null: measured at the start, where codes are faster",
         None,
         Rule(kind="integer", nullable=True, at_least=0),
     )
@@ -271,8 +270,7 @@ class LazyTrainConfig:
     enabled: bool = option("false gives plain DeepSpeed with the same file", True, Rule(kind="bool"))
     fidelity: str = option(
         "exact: 32-bit optimizer states, results equal bit for bit whatever the plan; balanced: 8-bit states "
-        "(at ZeRO stages 0, 1 and 2: 8-bit gradients between nodes); compact: 8-bit gradients and 4-bit activations "
-        "too",
+        "and 8-bit gradients between nodes; compact: 8-bit gradients at rest and 4-bit activations too",
         Fidelity.EXACT.value,
         Rule(kind="string", choices=tuple(fidelity.value for fidelity in Fidelity)),
     )

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lazytrain_plugin.comm.predict import CODED_BYTES_PER_ELEMENT, TABLE_LATENCY_S, predicted_speedup
+from lazytrain_plugin.comm.predict import TABLE_LATENCY_S, coded_bytes_per_element, predicted_speedup
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.network import Cluster, node_host_bytes, predict_step
 from lazytrain_plugin.plan.problem import PlacementProblem
@@ -17,10 +17,13 @@ from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import MIB, format_bytes
 from lazytrain_plugin.vocab import Fidelity
 
-WIRE_BYTES_PER_ELEMENT = {8: CODED_BYTES_PER_ELEMENT, 16: 2 * 2}
-"""Both ways of an all-reduce: in codes, or in bf16."""
 GBIT = 1e9 / 8
 EXAMPLE_BYTES = {"32 MiB": 32 * MIB, "32 KiB": 32 * 1024}
+
+
+def wire_bytes_per_element(nodes: int) -> dict[int, float]:
+    """Both ways of an all-reduce: in codes, or in bf16."""
+    return {8: coded_bytes_per_element(nodes), 16: 2 * 2}
 
 
 def cluster_of(
@@ -42,7 +45,7 @@ def cluster_of(
     if nodes > 1 and network_gbit is None:
         raise ConfigError(f"--nodes is {nodes}, but the network between them is unknown; add --network-gbit")
     bits = gradient_bits if gradient_bits is not None else (16 if fidelity == Fidelity.EXACT else 8)
-    if bits not in WIRE_BYTES_PER_ELEMENT:
+    if bits not in (8, 16):
         raise ConfigError(f"--gradient-bits is {bits}; gradients travel in 8 or 16 bits")
     pcie_bytes_per_s = machine.h2d_bytes_per_s
     return Cluster(
@@ -50,7 +53,7 @@ def cluster_of(
         ranks_per_node=ranks_per_node,
         network_bytes_per_s=network_gbit * GBIT if network_gbit is not None else pcie_bytes_per_s,
         inside_bytes_per_s=inside_gbit * GBIT if inside_gbit is not None else pcie_bytes_per_s,
-        wire_bytes_per_element=WIRE_BYTES_PER_ELEMENT[bits],
+        wire_bytes_per_element=wire_bytes_per_element(nodes)[bits],
         latency_s=TABLE_LATENCY_S,
     )
 
@@ -63,7 +66,7 @@ def explain_cluster(problem: PlacementProblem, plan: PlacementPlan, cluster: Clu
     table = Table(title=title, title_justify="left")
     for column in ("gradients", "a node sends", "network works", "of it exposed", "step", "tokens/s of the job"):
         table.add_column(column, justify="left" if column == "gradients" else "right")
-    for bits, wire_bytes in WIRE_BYTES_PER_ELEMENT.items():
+    for bits, wire_bytes in wire_bytes_per_element(cluster.nodes).items():
         variant = replace(cluster, wire_bytes_per_element=wire_bytes)
         times = predict_step(problem, plan, variant)
         planned = " (planned)" if wire_bytes == cluster.wire_bytes_per_element else ""

@@ -23,7 +23,13 @@ from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
 from lazytrain_plugin.integration.managed_model import manage, release, release_from_other_engines
 from lazytrain_plugin.integration.plan_watch import PlanWatch
 from lazytrain_plugin.integration.planning import Planner, count_tokens
-from lazytrain_plugin.integration.several_ranks import AgreedPlanner, make_rank_group, refuse_for_several_ranks
+from lazytrain_plugin.integration.several_ranks import (
+    AgreedPlanner,
+    describe_exchange,
+    make_between_nodes,
+    make_rank_group,
+    refuse_for_several_ranks,
+)
 from lazytrain_plugin.integration.step_trace import finish_recording, record_steps
 from lazytrain_plugin.integration.training_request import nvme_tier
 from lazytrain_plugin.integration.watchdog import Watchdog
@@ -129,12 +135,16 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             nvme=nvme_tier(config),
             ranks=ranks,
             average_gradients=self.gradient_average,
+            between_nodes=None if ranks is None else make_between_nodes(ranks, config),
         )
         self._watchdog = Watchdog(config.watchdog_s, self.global_rank)
         self._plan_watch = PlanWatch(executor, self.gradient_accumulation_steps())
         if ranks is None or ranks.is_first:
             record_steps(config.trace, executor, self._planner)
         self._place(executor, self._planner.first_plan())
+        if ranks is not None and ranks.num_nodes > 1:
+            self.lazytrain_gradient_comm = executor.exchange.between
+            logger.info(describe_exchange(executor.exchange))
         if config.fused_kernels and device.type == "cuda":
             fused.apply_fused_kernels(self.module, device)
         finish_at_exit(executor.worker)

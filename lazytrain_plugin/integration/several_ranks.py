@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from lazytrain_plugin.comm import threshold
+from lazytrain_plugin.comm.between_nodes import BetweenNodes
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
@@ -17,8 +19,10 @@ from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import StepTimes
 from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.runtime.gradient_exchange import GradientExchange
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW
+from lazytrain_plugin.units import format_bytes
 
 if TYPE_CHECKING:
     from lazytrain_plugin.integration.plan_watch import ObservedStep
@@ -54,9 +58,30 @@ def make_rank_group(group: Any, device: torch.device, config: LazyTrainConfig) -
         ranks = RankGroup(device, group=group, topology=topology)
         _groups[key] = dist.group.WORLD, ranks
     logger.info("training on %s; the ranks of a node have one copy of the model", ranks.hops.topology.describe())
-    if ranks.is_first and ranks.num_nodes > 1 and config.wire_gradient_bits == 8:
-        logger.warning("gradients cross nodes in fp32: 8-bit codes between nodes are for ZeRO stages 0, 1 and 2 so far")
     return ranks
+
+
+def make_between_nodes(ranks: RankGroup, config: LazyTrainConfig) -> BetweenNodes:
+    """How the nodes of this job average gradients; every rank makes one at the same point."""
+    return BetweenNodes(ranks.hops, config.wire_gradient_bits, config.gradient_comm.smallest_bucket_elements)
+
+
+def describe_exchange(exchange: GradientExchange) -> str:
+    """What nodes send each other, in which format, once a plan is placed."""
+    between, sizes = exchange.between, [unit.layout.state_numel for unit in exchange.units]
+    sent = format_bytes(sum(map(between.sent_bytes, sizes)))
+    text = f"gradients between {exchange.num_nodes} nodes: a node sends {sent} in each backward"
+    in_fp32 = [size for size in sizes if not between.uses_codes(size)]
+    if between.off_because is not None:
+        return f"{text}, all in fp32 ({between.off_because})"
+    if between.smallest_bucket_elements >= threshold.NEVER:
+        return f"{text}, all in fp32 (measured: codes are not faster at any size on this link)"
+    bf16 = format_bytes(between.bf16_bytes(sum(sizes)))
+    text += f" (bf16: {bf16}), in 8-bit codes with a bf16 scale per 64 elements"
+    if in_fp32:
+        smallest = between.smallest_bucket_elements
+        text += f", but for {len(in_fp32)} of {len(sizes)} units in fp32, which have fewer than {smallest} elements"
+    return text
 
 
 def refuse_for_several_ranks(updater: NativeAdamW | ClientOptimizer | None, config: LazyTrainConfig) -> None:

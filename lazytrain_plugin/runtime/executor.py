@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from lazytrain_plugin.comm.between_nodes import BetweenNodes
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime import placing, streamed_module
 from lazytrain_plugin.runtime.activation_store import ActivationStore
@@ -54,6 +55,7 @@ class Executor:
         ranks: who trains this model together; every one of them makes an executor at the same point, and then calls
             `place`, `begin_forward` for training, `end_backward` and `step` as the others do. None: one rank.
         average_gradients: over ranks; False: the sum.
+        between_nodes: how nodes average gradients; default: in fp32.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Executor:
         transfer_delay_s: float = 0.0,
         ranks: RankGroup | None = None,
         average_gradients: bool = True,
+        between_nodes: BetweenNodes | None = None,
     ) -> None:
         self.model = model
         self.ranks = ranks
@@ -100,7 +103,10 @@ class Executor:
         if ranks is None:
             self._arrivals, self._updates = self._sink, CpuUpdates(self, self._nvme)
         else:
-            self._arrivals = GradientExchange(ranks, self._sink, self.streams, self._table, average=average_gradients)
+            between = between_nodes or BetweenNodes(ranks.hops, 16)
+            self._arrivals = GradientExchange(
+                ranks, between, self._sink, self.streams, self._table, average=average_gradients
+            )
             self._updates = SharedUpdates(self, self._nvme, ranks)
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
@@ -109,6 +115,11 @@ class Executor:
         self.units, self.stem, self.owner = table.units, table.stem, table.owner
         self.trained_tensors, self.update_order = table.trained_tensors, table.update_order
         self._position = {unit: i for i, unit in enumerate(self.units)}
+
+    @property
+    def exchange(self) -> GradientExchange:
+        """Where gradients meet those of other ranks; with several ranks only."""
+        return self._arrivals
 
     @property
     def closed(self) -> bool:
@@ -159,7 +170,7 @@ class Executor:
             self._slots = WeightSlots(self.streams, self._num_slots, nbytes)
         self._streamed_updates.make_slots(plan, self.update_order, self._slots)
         self._sink.outbox.trim(0)
-        self._sink.outbox = Outbox(self.streams, plan.gradient_slots - 1)
+        self._sink.outbox = Outbox(self.streams, self._arrivals.use_slots(plan.gradient_slots - 1))
         self.activations.follow(plan)
 
     def _install(self) -> None:
@@ -384,6 +395,7 @@ class Executor:
         finally:
             self.worker.close()
             self._updates.close()
+            self._arrivals.close()
             for hook in self._hooks:
                 hook.remove()
             self._hooks = None

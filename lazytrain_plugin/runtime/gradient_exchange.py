@@ -6,10 +6,15 @@ comes when its turn is, or later than that of units that did not come, is reduce
 nothing from this rank. Whatever comes after its turn (a layer that runs twice), and what is only complete at the end
 (embeddings, small tensors), waits for the end of backward; there the ranks agree how many rounds each unit needs.
 
-[Note: the mean] An all-to-all brings each part of a unit to the rank that updates it, where the contributions are
-added in fp32, in the order of ranks, and the mean is rounded once. That takes the bytes of a reduce-scatter and
-depends neither on the size of chunks nor on the backend. Where every rank updates the whole unit (its states rest on
-the GPU) the means are gathered: all ranks then hold the same bits.
+[Note: the mean] Inside a node an all-to-all brings each part of a unit to the rank that updates it, where the
+contributions are added in fp32, in the order of ranks. That takes the bytes of a reduce-scatter and depends neither on
+the size of chunks nor on the backend. Between nodes the ranks that update the same part average their sums: in fp32,
+or in 8-bit codes for a unit that is large enough (comm/between_nodes.py). The mean is rounded once, to the gradient's
+dtype. Where every rank updates the whole unit (its states rest on the GPU) the means are gathered inside the node: all
+ranks then hold the same bits.
+
+All of that happens beside the rest of backward (`CommLane`); so does what the sink then does with the means. What the
+norm sums up is the mean, so clipping knows the gradient that is applied.
 """
 
 from __future__ import annotations
@@ -18,8 +23,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 
+from lazytrain_plugin.comm.between_nodes import BetweenNodes
+from lazytrain_plugin.comm.overlap import overlapped
+from lazytrain_plugin.comm.parts import chunk_numel
+from lazytrain_plugin.runtime.comm_lane import CommLane
 from lazytrain_plugin.runtime.gradients import Gradients, GradientSink, in_storage_order
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, UnitTensor
 from lazytrain_plugin.runtime.norms import GradientNorm, Squares
@@ -27,9 +35,12 @@ from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.unit_table import UnitTable
+from lazytrain_plugin.units import align_up
 
 CHUNK_ELEMENTS = 2**25
-"""Elements that are sent at once; bounds the buffers: 8 bytes for each with bf16 gradients."""
+"""Elements that are sent at once in full precision; bounds the buffers: 10 bytes for each with bf16 gradients."""
+CODED_CHUNK_ELEMENTS = 2**23
+"""In codes, where some chunks are under way at once: 16 bytes for each."""
 
 Contribution = dict[UnitTensor, torch.Tensor]
 """One gradient per tensor, 1-D in storage order."""
@@ -39,17 +50,27 @@ class GradientExchange:
     """Stands before the gradient sink.
 
     Args:
+        between: how nodes average.
         average: False: the sum instead of the mean.
     """
 
     def __init__(
-        self, ranks: RankGroup, sink: GradientSink, streams: Streams, table: UnitTable, *, average: bool
+        self,
+        ranks: RankGroup,
+        between: BetweenNodes,
+        sink: GradientSink,
+        streams: Streams,
+        table: UnitTable,
+        *,
+        average: bool,
     ) -> None:
         self._ranks = ranks
+        self.between = between
+        self._lane = CommLane(streams)
         self._sink = sink
         self._streams = streams
         self._in_order = [unit for unit in (*reversed(table.head), *reversed(table.units)) if unit.trained]
-        self._all = [*self._in_order, *(unit for unit in table.stem if unit.trained and unit not in table.head)]
+        self.units = [*self._in_order, *(unit for unit in table.stem if unit.trained and unit not in table.head)]
         self._place = {unit: i for i, unit in enumerate(self._in_order)}
         self._next = 0
         """Place of the unit whose turn it is."""
@@ -94,15 +115,17 @@ class GradientExchange:
             self._under_way = False
             self._advance(len(self._in_order))
             self._next = 0
-            rounds = [len(self._waiting[unit]) for unit in self._all]
-            for unit, count in zip(self._all, self._ranks.maximum(rounds, "end of backward"), strict=True):
+            rounds = [len(self._waiting[unit]) for unit in self.units]
+            for unit, count in zip(self.units, self._ranks.maximum(rounds, "end of backward"), strict=True):
                 mine = self._waiting[unit]
                 for i in range(count):
                     self._reduce(unit, mine[i] if i < len(mine) else {})
             self._waiting.clear()
+            self._lane.launched()
 
     def discard(self, units: list[Unit]) -> None:
         """Forgets what arrived in this window; every rank does so, if one does."""
+        self._lane.finish()
         self._contributed.clear()
         self._sink.discard(units)
 
@@ -113,13 +136,14 @@ class GradientExchange:
         """
         if self._under_way:
             self.end_backward()
+        self._lane.finish()
         if self._streams.is_cuda:
             self._streams.h2d.synchronize()
         return self._sink.complete(units, self._agree)
 
     def _agree(self, squares: Squares) -> Squares:
         """Sums of squares over all ranks; a tensor that got no gradient anywhere is taken back."""
-        tensors = [(unit, tensor) for unit in self._all for tensor in unit.trained]
+        tensors = [(unit, tensor) for unit in self.units for tensor in unit.trained]
         mine = torch.zeros(2, len(tensors), dtype=torch.float64)
         for i, (_, tensor) in enumerate(tensors):
             mine[0, i] = squares.get(tensor, 0.0)
@@ -137,64 +161,104 @@ class GradientExchange:
                 unit.arrived.pop(tensor, None)
         return agreed
 
+    @property
+    def num_nodes(self) -> int:
+        return self._ranks.num_nodes
+
+    def use_slots(self, spare: int) -> int:
+        """Takes gradient slots besides the one that is being filled, and returns how many are left to the sink: none,
+        for a mean leaves the device while the next is being made."""
+        self._lane.slots = spare
+        return 0
+
+    def close(self) -> None:
+        """Ends the thread, if there is one."""
+        self._lane.close()
+
     # One unit.
 
     def _reduce(self, unit: Unit, contribution: Contribution) -> None:
-        ranks, home = self._ranks, unit.home
-        parts = self._parts(unit)
-        longest = max(end - first for first, end in parts)
-        chunk = min(longest, max(CHUNK_ELEMENTS // len(parts) // ALIGNMENT_ELEMENTS, 1) * ALIGNMENT_ELEMENTS)
+        reduction = _Reduction(self._ranks, self.between, unit, contribution, self._divisor)
+
+        def reduce() -> None:
+            overlapped(reduction.chunks())
+            self._sink.take(unit, list(reduction.own_elements()))
+
+        self._lane.submit(reduce, f"exchange of gradients of {unit.name}", contribution.values())
+
+
+class _Reduction:
+    """Of one unit's gradients, over all ranks."""
+
+    def __init__(
+        self, ranks: RankGroup, between: BetweenNodes, unit: Unit, contribution: Contribution, divisor: float
+    ) -> None:
+        self._ranks, self._between, self._unit, self._divisor = ranks, between, unit, divisor
+        self._contribution = contribution
+        home = unit.home
+        self._parts = [home.part(rank) for rank in range(ranks.local_size)]
+        self._coded = between.uses_codes(home.layout.state_numel)
         dtypes = {tensor.dtype for tensor in unit.trained}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        first, end = (0, home.layout.state_numel) if not home.is_shared else parts[ranks.local_rank]
-        result = torch.empty(end - first, dtype=dtype, device=ranks.device)
-        for start in range(0, longest, max(chunk, 1)):
-            size = min(chunk, longest - start)
-            sent = torch.zeros(len(parts), size, dtype=dtype, device=ranks.device)
-            for row, part in zip(sent, parts, strict=True):
-                for tensor, here, there in _overlaps(
-                    contribution, part[0] + start, min(part[0] + start + size, part[1])
-                ):
-                    row[there].copy_(contribution[tensor][here])
-            mean = self._mean(sent)
-            if home.is_shared:
-                own = min(size, max(end - first - start, 0))
-                result[start : start + own].copy_(mean[:own])
-                continue
-            everyone = mean.unsqueeze(0)
-            if ranks.hops.inside is not None:
-                everyone = torch.empty_like(sent)
-                ranks.hops.gather("all-gather inside the node", everyone.view(-1), mean, ranks.hops.inside)()
-            for row, (begin, stop) in zip(everyone, parts, strict=True):
-                count = min(size, max(stop - begin - start, 0))
-                result[begin + start : begin + start + count].copy_(row[:count])
-        self._sink.take(unit, list(self._own_elements(unit, result, first)))
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self._first, self._end = self._parts[ranks.local_rank] if home.is_shared else (0, home.layout.state_numel)
 
-    def _parts(self, unit: Unit) -> list[tuple[int, int]]:
-        return [unit.home.part(rank) for rank in range(self._ranks.local_size)]
+    def chunks(self) -> Iterator[Iterator[None]]:
+        """Steps of each chunk; when all are done, `own_elements` are there."""
+        self._result = torch.empty(self._end - self._first, dtype=self._dtype, device=self._ranks.device)
+        longest = max(end - first for first, end in self._parts)
+        most = (CODED_CHUNK_ELEMENTS if self._coded else CHUNK_ELEMENTS) // len(self._parts)
+        size = min(most, chunk_numel(longest, self._ranks.device.type) if self._coded else longest)
+        size = align_up(max(size, 1), ALIGNMENT_ELEMENTS)
+        sent_inside = (len(self._parts) - 1) * longest * self._dtype.itemsize
+        self._between.count(
+            self._unit.home.layout.state_numel, sent_inside if self._unit.home.is_shared else 2 * sent_inside
+        )
+        for start in range(0, longest, size):
+            yield self._chunk(start, min(size, longest - start))
 
-    def _mean(self, sent: torch.Tensor) -> torch.Tensor:
-        """[elements] of this rank's part, from [ranks of the node, elements] of this rank's gradient."""
+    def _chunk(self, start: int, size: int) -> Iterator[None]:
+        """Elements [start, start + size) of every part."""
         hops = self._ranks.hops
+        sent = torch.zeros(len(self._parts), size, dtype=self._dtype, device=self._ranks.device)
+        for row, (first, end) in zip(sent, self._parts, strict=True):
+            begin = first + start
+            for tensor, here, there in _overlaps(self._contribution, begin, min(begin + size, end)):
+                row[there].copy_(self._contribution[tensor][here])
         if hops.inside is not None:
             received = torch.empty_like(sent)
-            hops.exchange("exchange inside the node", received.view(-1), sent.view(-1), hops.inside)()
-            total = received[0].float()
+            wait = hops.exchange("exchange inside the node", received.view(-1), sent.view(-1), hops.inside)
+            yield
+            wait()
+            total = received[0].to(torch.float32, copy=True)
             for row in received[1:]:
                 total += row
         else:
-            total = sent[0].float()
-        if hops.across is not None:
-            with hops.phase("exchange between nodes"):
-                dist.all_reduce(total, group=hops.across)
-        return total.div_(self._divisor).to(sent.dtype)
+            total = sent[0].to(torch.float32, copy=True)
+        shared = self._unit.home.is_shared
+        own = min(size, max(self._end - self._first - start, 0))
+        in_place = shared and own == size
+        mean = self._result[start : start + own] if in_place else torch.empty_like(sent[0])
+        yield from self._between.mean(total, self._divisor, mean, coded=self._coded)
+        if shared:
+            if not in_place:
+                self._result[start : start + own].copy_(mean[:own])
+            return
+        everyone = mean.unsqueeze(0)
+        if hops.inside is not None:
+            everyone = torch.empty_like(sent)
+            wait = hops.gather("all-gather inside the node", everyone.view(-1), mean, hops.inside)
+            yield
+            wait()
+        for row, (begin, stop) in zip(everyone, self._parts, strict=True):
+            count = min(size, max(stop - begin - start, 0))
+            self._result[begin + start : begin + start + count].copy_(row[:count])
 
-    @staticmethod
-    def _own_elements(unit: Unit, result: torch.Tensor, first: int) -> Iterator[tuple[UnitTensor, torch.Tensor]]:
-        for tensor in unit.trained:
-            span = unit.home.span(tensor)
-            begin = tensor.state_offset + span.start - first
-            yield tensor, result[begin : begin + span.stop - span.start].to(tensor.dtype)
+    def own_elements(self) -> Iterator[tuple[UnitTensor, torch.Tensor]]:
+        """Of each tensor, the means of the elements that this rank updates."""
+        for tensor in self._unit.trained:
+            span = self._unit.home.span(tensor)
+            begin = tensor.state_offset + span.start - self._first
+            yield tensor, self._result[begin : begin + span.stop - span.start].to(tensor.dtype)
 
 
 def _overlaps(tensors: Iterable[UnitTensor], first: int, end: int) -> Iterator[tuple[UnitTensor, slice, slice]]:

@@ -160,6 +160,13 @@ class GradientSink:
     def end_backward(self) -> None:
         """A backward is over; with one rank there is nothing left to do."""
 
+    def use_slots(self, spare: int) -> int:
+        """How many gradients may be on their way home, of `spare` slots besides the one that is being filled."""
+        return spare
+
+    def close(self) -> None:
+        """Nothing to end with one rank."""
+
     def complete(self, units: list[Unit], agree: Callable[[Squares], Squares] | None = None) -> GradientNorm:
         """The norm of the window's gradients, which are complete; `agree` adds those of other ranks."""
         self._complete_norms([unit for unit in units if unit.arrived])

@@ -3,6 +3,7 @@
 - compute: the caller's current stream. Units run here; nobody else launches compute.
 - h2d: weights on their way to a slot, so that a copy overlaps the previous unit's compute.
 - d2h: gradients on their way home. Its own stream, because one copy engine serves each direction.
+- comm: gradients that meet those of other ranks. Its own stream, so that backward goes on while the network works.
 - one per state slot (`slot_stream`): states come, are updated and leave on it in this order, so that the slot is never
   written while something still reads it, and no other transfer waits behind an update.
 
@@ -93,8 +94,9 @@ class Streams:
             # High priority lets copies start as soon as they may, even while a long kernel queue waits.
             self.h2d = torch.cuda.Stream(device, priority=-1)
             self.d2h = torch.cuda.Stream(device, priority=-1)
+            self.comm = torch.cuda.Stream(device, priority=-1)
         else:
-            self.h2d = self.d2h = None
+            self.h2d = self.d2h = self.comm = None
 
     def slot_stream(self):
         """A stream for one staging buffer. High priority: an update is short, and units and transfers wait for it."""

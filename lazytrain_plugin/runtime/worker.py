@@ -1,4 +1,4 @@
-"""The update thread, and the tickets by which others wait for its work."""
+"""Threads that do work in order (the update thread first of all), and the tickets by which others wait for it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 
 class Ticket:
-    """One piece of work of the update thread. `wait` re-raises what went wrong there."""
+    """One piece of work of a thread. `wait` re-raises what went wrong there."""
 
-    __slots__ = ("_done", "_error", "label")
+    __slots__ = ("_done", "_error", "label", "thread_name")
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, thread_name: str = "update") -> None:
         self.label = label
+        self.thread_name = thread_name
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -24,7 +25,8 @@ class Ticket:
     def wait(self) -> None:
         self._done.wait()
         if self._error is not None:
-            raise RuntimeError(f"{self.label} failed in the update thread: {self._error}") from self._error
+            name = self.thread_name
+            raise RuntimeError(f"{self.label} failed in the {name} thread: {self._error}") from self._error
 
 
 class UpdateWorker:
@@ -34,20 +36,21 @@ class UpdateWorker:
     lost must not be followed by one that assumes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "update") -> None:
+        self._name = name
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self.update_s = 0.0
         """Time that optimizer updates took since the start, waits for their inputs not counted."""
         self.updated_parameters = 0
         """Parameters that they went over."""
-        self._thread = threading.Thread(target=self._run, name="lazytrain-update", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"lazytrain-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], None], label: str) -> Ticket:
         if not self._thread.is_alive():
             raise RuntimeError(f"{label}: the engine was destroyed; make a new one with deepspeed.initialize")
-        ticket = Ticket(label)
+        ticket = Ticket(label, self._name)
         self._queue.put((work, ticket))
         return ticket
 
@@ -56,11 +59,12 @@ class UpdateWorker:
         if self._thread.is_alive():
             self.submit(lambda: None, "drain").wait()
 
-    def close(self) -> None:
-        """Finishes what was submitted and ends the thread. Safe to call twice."""
+    def close(self, *, wait: bool = True) -> None:
+        """Finishes what was submitted and ends the thread; returns then, or at once. Safe to call twice."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._queue.put(None)
-            self._thread.join()
+            if wait:
+                self._thread.join()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from lazytrain_plugin.comm.parts import CONTRIBUTION_BITS, RESULT_BITS
-from lazytrain_plugin.comm.predict import CODED_BYTES_PER_ELEMENT, predicted_speedup
-from lazytrain_plugin.kernels.gradient_codes import BLOCK, BYTES_PER_BLOCK
+from lazytrain_plugin.comm.between_nodes import coded_bytes
+from lazytrain_plugin.comm.predict import coded_bytes_per_element, predicted_speedup
 
 MIB, KIB = 2**20, 2**10
 
@@ -18,13 +17,17 @@ def test_the_ratios_of_agoqs_table(message_bytes, gbit, full_ms, quantized_ms):
 
 
 def test_the_bytes_are_those_of_the_codes():
-    assert CODED_BYTES_PER_ELEMENT == (BYTES_PER_BLOCK[CONTRIBUTION_BITS] + BYTES_PER_BLOCK[RESULT_BITS]) / BLOCK
+    """The share of a node among 2, 3 and 8, of a bucket of whole blocks."""
+    for nodes in (2, 3, 8):
+        numel = 8 * 3 * 2**20
+        predicted = (nodes - 1) / nodes * coded_bytes_per_element(nodes) * numel
+        assert coded_bytes(numel, nodes) == pytest.approx(predicted, rel=1e-9)
 
 
 def test_limits():
     """A slow link gives the ratio of the bytes, an empty bucket nothing; bf16 gradients have half as much to gain."""
-    assert predicted_speedup(32 * MIB, 1e-3) == pytest.approx(2 * 4 / CODED_BYTES_PER_ELEMENT, rel=1e-4)
-    assert predicted_speedup(32 * MIB, 1e-3, element_bytes=2) == pytest.approx(4 / CODED_BYTES_PER_ELEMENT, rel=1e-4)
+    assert predicted_speedup(32 * MIB, 1e-3) == pytest.approx(2 * 4 / coded_bytes_per_element(8), rel=1e-4)
+    assert predicted_speedup(32 * MIB, 1e-3, element_bytes=2) == pytest.approx(4 / coded_bytes_per_element(8), rel=1e-4)
     assert predicted_speedup(4, 200) == pytest.approx(1, abs=1e-3)
     with pytest.raises(ValueError, match="two nodes"):
         predicted_speedup(MIB, 10, nodes=1)

@@ -15,8 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from lazytrain_plugin.config.schema import GradientCommConfig, LazyTrainConfig
-from lazytrain_plugin.integration.several_ranks import make_rank_group
 from tests.comm.ranks import succeed
 from tests.runtime.rig import VOCAB, Model
 from tests.runtime.test_several_ranks import WideBlock
@@ -31,9 +29,10 @@ class Adapted(Model):
         self.register_buffer("seen", torch.zeros(3))
 
 
-def prepare(rank, world_size):
+def prepare(rank, world_size, accelerator="cpu"):
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({key: str(value) for key, value in variables.items()}, MASTER_PORT="1", DS_ACCELERATOR="cpu")
+    variables |= {"MASTER_PORT": 1, "DS_ACCELERATOR": accelerator}
+    os.environ.update({key: str(value) for key, value in variables.items()})
     import deepspeed  # noqa: F401
 
     import lazytrain_plugin.install  # noqa: F401
@@ -233,22 +232,54 @@ def close(a, b):
         torch.testing.assert_close(b[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, k=key: f"{k}: {text}")
 
 
-def asks_for_codes(rank, device):
+def in_codes(rank, **block):
+    """What the engine trains; also what the log says of the exchange."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lazytrain_plugin").addHandler(handler)
-    told = []
-    for fidelity, ranks_per_node in (("balanced", 1), ("balanced", 2), ("exact", 1)):
-        said.clear()
-        gradient_comm = GradientCommConfig(ranks_per_node=ranks_per_node)
-        make_rank_group(None, device, LazyTrainConfig(fidelity=fidelity, gradient_comm=gradient_comm))
-        told.append(any("cross nodes in fp32" in line for line in said))
-    return told
+    logger = logging.getLogger("lazytrain_plugin")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    engine = make_engine(0, 2, **block)
+    train(engine, rank, 2, range(STEPS))
+    logger.removeHandler(handler)
+    comm = getattr(engine, "lazytrain_gradient_comm", None)
+    found = masters(engine), [line for line in said if line.startswith("gradients between")], comm and comm.stats()
+    engine.destroy()
+    return found
 
 
-def test_what_is_not_done_between_nodes_is_said_once():
-    assert succeed(asks_for_codes, 2) == [[True, False, False], [False] * 3]
+def comm(ranks_per_node, **options):
+    return {"gradient_comm": {"ranks_per_node": ranks_per_node, "smallest_bucket_elements": 1, **options}}
+
+
+BALANCED = {"fidelity": "balanced", "optimizer": {"state_bits": 32}}
+SETTINGS = {
+    "8 bits": comm(1, bits=8),
+    "balanced": {**BALANCED, **comm(1)},
+    "exact": comm(1),
+    "one node": {**BALANCED, **comm(2)},
+}
+
+
+def in_every_setting(rank, device):
+    prepare(rank, 2)
+    return {name: in_codes(rank, **block) for name, block in SETTINGS.items()}
+
+
+def test_the_block_says_in_which_format_gradients_cross_nodes():
+    first, second = succeed(in_every_setting, 2, timeout_s=200)
+    coded, told, stats = first["8 bits"]
+    assert len(told) == 1 and "2 nodes" in told[0] and "KiB" in told[0] and "in 8-bit codes" in told[0]
+    assert stats.quantized_buckets > 0 == stats.full_precision_buckets and 0 < stats.wire_bytes
+    same(first["balanced"][0], coded)
+    exact, told, stats = first["exact"]
+    assert len(told) == 1 and "all in fp32 (bits: 16)" in told[0] and stats.quantized_buckets == 0
+    assert first["one node"][1:] == ([], None)
+    same(first["one node"][0], exact)  # two contributions have one sum, whoever adds them up
+    assert any(not torch.equal(coded[name], exact[name]) for name in exact)
+    for name in SETTINGS:
+        same(first[name][0], second[name][0])
 
 
 def test_two_ranks_train_as_one_rank(two, one):

@@ -1,0 +1,81 @@
+"""`CommLane`: where gradients meet those of other ranks, beside the rest of backward.
+
+[Note: memory] What a reduction reads is held until it has been read, and there may be as many reductions under way as
+the plan has gradient slots to spare. Then the compute stream waits for the oldest, and the memory of its gradients is
+used again without `record_stream`: with that, a host that is far ahead would take new memory for every unit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from lazytrain_plugin.errors import CommunicationError
+from lazytrain_plugin.runtime.streams import Streams
+from lazytrain_plugin.runtime.worker import Ticket, UpdateWorker
+
+
+class CommLane:
+    """Does work in the order in which it is submitted, so that all ranks launch the same collectives in one order.
+
+    On CUDA the caller launches it, on a stream of its own. On the CPU, where collectives block, a thread does it.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._worker = None if streams.is_cuda else UpdateWorker("comm")
+        self.slots = 1
+        """How many reductions may be under way while the next gradients are computed."""
+        self._under_way: deque[tuple[object, list[torch.Tensor]]] = deque()
+
+    def submit(self, work: Callable[[], None], label: str, inputs: Iterable[torch.Tensor]) -> None:
+        """Launches on the compute stream before: `inputs`, which are held as long as `work` needs them.
+
+        Raises:
+            CommunicationError: this work or earlier one failed.
+        """
+        streams = self._streams
+        if self._worker is None:
+            streams.wait(streams.comm, streams.record())
+            with streams.on(streams.comm), torch.no_grad():
+                work()
+            done = streams.record(streams.comm)
+        else:
+            done = self._worker.submit(torch.no_grad()(work), label)
+        self._under_way.append((done, list(inputs)))
+        self._trim(self.slots)
+
+    def launched(self) -> None:
+        """Returns when all work is launched: on the CPU, done."""
+        if self._worker is not None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Returns when all work is done; on CUDA, when the compute stream is made to wait for it."""
+        self._trim(0)
+
+    def _trim(self, count: int) -> None:
+        while len(self._under_way) > count:
+            done, _ = self._under_way.popleft()
+            if self._worker is None:
+                self._streams.compute_waits(done, "gradients")
+                continue
+            with self._streams.host_waits("gradients"):
+                _wait(done)
+
+    def close(self) -> None:
+        """Ends the thread once its work is done, and doesn't wait for that: other ranks may be gone."""
+        self._under_way.clear()
+        if self._worker is not None:
+            self._worker.close(wait=False)
+
+
+def _wait(ticket: Ticket) -> None:
+    try:
+        ticket.wait()
+    except RuntimeError as error:
+        if isinstance(error.__cause__, CommunicationError):
+            raise error.__cause__ from None  # its own text says all
+        raise
