@@ -15,8 +15,12 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
+# Several tests at a time, but for those that compare how long things take.
+ALONE := integration_tests/test_two_nodes.py
+
 unit: $(VENV)/.installed
-	$(BIN)/python -m pytest tests integration_tests
+	$(BIN)/python -m pytest tests integration_tests --ignore=$(ALONE) -n logical --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest $(ALONE)
 
 # The second run starts from the first one's middle checkpoint and must end where the first one ended.
 demo: $(VENV)/.installed
