@@ -3,6 +3,7 @@
     python benchmarks/step.py --shape 7b --bs 32 --gpu-gib 31
     python benchmarks/step.py --shape 7b --bs 32 --state-bits 8 --resident-units 6 --keep-units 10
     python benchmarks/step.py --shape 3b --bs 32 --through-trainer
+    python benchmarks/step.py --shape 7b --bs 32 --gpu-gib 31 --compile      # torch.compile for each layer
     python benchmarks/step.py --shape tiny --bs 2 --seq 64 --device cpu      # try it out without a GPU
 
 The placement comes from the planner (within `--gpu-gib`), from a file (`--plan`), or from counts:
@@ -64,6 +65,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-plan", type=Path, help="write the plan that was followed here")
     parser.add_argument("--threads", type=int, help="CPU threads of the update")
     parser.add_argument("--no-fused", action="store_true", help="eager kernels and whole logits")
+    parser.add_argument(
+        "--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile of what each layer computes"
+    )
     parser.add_argument("--through-trainer", action="store_true", help="the same through HF Trainer")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
@@ -215,6 +219,8 @@ def run_loop(arguments: argparse.Namespace, model, config: dict, clock: Clock):
 
     deepspeed.init_distributed("nccl" if arguments.device == "cuda" else "gloo")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if arguments.compile is not None:
+        engine.compile(backend=arguments.compile)
     clock.placed()
     device = torch.device(arguments.device)
     vocab_size = model.config.vocab_size
@@ -281,6 +287,7 @@ def run_trainer(arguments: argparse.Namespace, model, config: dict, clock: Clock
             lr_scheduler_type="constant",
             bf16=True,
             deepspeed=config,
+            torch_compile_backend=arguments.compile,
             use_cpu=arguments.device == "cpu",
             logging_steps=10**9,
             save_strategy="no",
@@ -319,6 +326,7 @@ def report(arguments: argparse.Namespace, engine, clock: Clock, losses: list[flo
         "saved_bits": dict(Counter(str(u.saved_bits) for u in plan.units if u.activations != Activations.RECOMPUTE)),
         "gradient_bits": min((unit.gradient_bits for unit in (*plan.units, *plan.stem)), default=16),
         "fused": not arguments.no_fused and clock.is_cuda,
+        "compile": arguments.compile,
         "resident_units": sum(unit.weights == Tier.GPU for unit in plan.units),
         "keep_units": sum(unit.activations == Activations.KEEP for unit in plan.units),
         "saving_units": sum(unit.activations != Activations.RECOMPUTE for unit in plan.units),

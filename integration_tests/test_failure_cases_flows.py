@@ -511,10 +511,26 @@ def test_rate_used_in_the_update_follows_the_schedule_over_a_resume(scheduler, d
 # S-47, S-51: refusals and automatic values.
 
 
-def test_torch_compile_of_the_model_is_refused_with_the_remedy(device, tmp_path):
+@pytest.mark.parametrize("regional", [False, True])
+def test_torch_compile_of_trainer_compiles_layers(device, tmp_path, regional, monkeypatch):
+    """The training argument, and Accelerate's compilation of repeated blocks, with a backend that changes no bit."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", str(regional))
     samples = models.make_samples("llama", 4)
-    with pytest.raises(ConfigError, match="torch.compile .*not supported.*torch_compile off"), fresh_accelerate_state():
-        make_trainer(llama(), samples, tmp_path, device, placement=STREAMED, max_steps=1, torch_compile=True).train()
+    options = {"max_steps": 2, "lr_scheduler_type": "constant"}
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    seen = []
+
+    def drive(trainer):
+        trainer.train()
+        seen.append([unit.is_compiled for unit in trainer.model_wrapped.lazytrain.executor.units])
+        trainer.model_wrapped.flush()
+        return weights_of(trainer.model)
+
+    expected = lazy_run(llama(), samples, tmp_path, device, drive, **options)
+    got = lazy_run(llama(), samples, tmp_path, device, drive, **options, **compiled)
+    assert_same_weights(got, expected, device)
+    assert not any(seen[0]) and all(seen[1])
 
 
 def test_fp16_is_refused_with_the_remedy(device, tmp_path):

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from integration_tests import harness, models
+from integration_tests.cases import Placement
 from integration_tests.harness import assert_bit_equal, assert_close_on_gpu, fresh_accelerate_state
 from integration_tests.loops import (
     KEPT,
@@ -26,7 +27,8 @@ from integration_tests.loops import (
     train_torch,
     weights_of,
 )
-from lazytrain_plugin.errors import ConfigError, UnsupportedModelError
+from lazytrain_plugin.errors import ConfigError, PlanMismatchError, UnsupportedModelError
+from lazytrain_plugin.vocab import Activations
 
 VOCAB, HIDDEN = models.VOCAB, 32
 placements = pytest.mark.parametrize("placement", [STREAMED, KEPT, RESIDENT, MIXED], ids=str)
@@ -658,13 +660,13 @@ def test_compiled_around_a_layer_is_refused_by_name_before_and_after_prepare(wha
     name = "the model" if what == "the model" else r"layers\.1"
     model = build()
     COMPILED[what](model)
-    with pytest.raises(ConfigError, match=f"torch.compile of {name} is not supported.*torch_compile off"):
+    with pytest.raises(ConfigError, match=f"torch.compile of {name} is not supported.*set torch_compile"):
         initialize(model, adamw(model.parameters()), tmp_path)
-    if what != "a wrapped layer":
+    if what == "the model":
         model = build()
         engine = initialize(model, adamw(model.parameters()), tmp_path)
         COMPILED[what](model)
-        with pytest.raises(ConfigError, match=f"torch.compile of {name} is not supported.*torch_compile off"):
+        with pytest.raises(ConfigError, match=f"torch.compile of {name} is not supported.*set torch_compile"):
             run_engine(engine, SINGLE[:1])
         engine.destroy()
 
@@ -681,3 +683,78 @@ def test_modules_compiled_inside_a_layer(placement, tmp_path):
     got, _ = run_engine(engine, SINGLE)
     engine.destroy()
     assert_bit_equal(got, expected)
+
+
+@pytest.mark.parametrize("placement", [STREAMED, KEPT, RESIDENT, MIXED], ids=str)
+def test_engine_compile_compiles_each_layer(placement, tmp_path):
+    """What a layer computes is traced once for all layers; weights that move are inputs of it, not baked in."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    model = build()
+    expected, _ = train_torch(model, SINGLE)
+    engine = initialize(model, adamw(model.parameters()), tmp_path, placement=placement)
+    engine.compile(backend=backend)
+    got, _ = run_engine(engine, SINGLE)
+    assert engine.is_compiled
+    engine.destroy()
+    assert_bit_equal(got, expected)
+    # With and without a graph to keep; the three layers have one class, and one code.
+    assert 1 <= len(graphs) <= 2
+
+
+def test_a_compiled_layer_is_an_ordinary_one_after_destroy(tmp_path):
+    torch._dynamo.reset()
+    model = build()
+    engine = initialize(model, adamw(model.parameters()), tmp_path, placement=STREAMED)
+    engine.compile(backend=lambda graph, example_inputs: pytest.fail("nothing of it ran"))
+    engine.destroy()
+    assert type(model.layers[0]) is Layer and "forward" not in model.layers[0].__dict__
+    model.layers[0](torch.zeros(1, HIDDEN))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compile_kwargs": {"mode": "reduce-overhead"}},
+        {"compile_kwargs": {"options": {"triton.cudagraphs": True}}},
+        {"backend": "cudagraphs"},
+        {"compiled_autograd_enabled": True},
+    ],
+    ids=str,
+)
+def test_ways_to_compile_that_need_still_weights_are_refused(options, tmp_path):
+    model = build()
+    engine = initialize(model, adamw(model.parameters()), tmp_path, placement=STREAMED)
+    with pytest.raises(ConfigError, match="addresses of weights, which move|without compiled autograd"):
+        engine.compile(**options)
+    engine.destroy()
+
+
+def test_a_plan_that_saves_single_operators_is_refused_for_compiled_layers(tmp_path):
+    model = build()
+    engine = initialize(
+        model, adamw(model.parameters()), tmp_path, placement=Placement(homes="cpu", activations="attention")
+    )
+    engine.compile(backend="eager")
+    with pytest.raises(PlanMismatchError, match=r"saves attention of layers\.0.*without torch.compile"):
+        run_engine(engine, SINGLE[:1])
+    engine.destroy()
+
+
+def test_plans_for_compiled_layers_keep_whole_graphs(tmp_path):
+    """Whether a plan was made before (max_tokens is known) or not."""
+    for block in ({}, {"max_tokens": 24}):
+        model = build()
+        block |= {"fidelity": "compact", "plan": {"cache": False}}
+        engine = initialize(model, adamw(model.parameters()), tmp_path, placement=None, lazytrain=block)
+        engine.compile(backend="eager")
+        run_engine(engine, SINGLE[:1])
+        request = engine._planner.request
+        assert request.capabilities.strategies == {Activations.RECOMPUTE, Activations.KEEP}
+        assert request.activation_bits == 16
+        engine.destroy()

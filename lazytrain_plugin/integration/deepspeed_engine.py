@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from torch import nn
 
@@ -18,7 +19,9 @@ from lazytrain_plugin.integration import fused, hook, tensor_access
 from lazytrain_plugin.integration.at_exit import finish_at_exit
 from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
 from lazytrain_plugin.integration.client_optimizer import make_adam, make_updater, optimizer_state_bits
+from lazytrain_plugin.integration.compiled_layers import OTHER_COMPILERS_REFUSAL, modules_around, refuse_compiled
 from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
+from lazytrain_plugin.integration.fused_modules import unfuse_modules
 from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
 from lazytrain_plugin.integration.managed_model import manage, release, release_from_other_engines
 from lazytrain_plugin.integration.plan_watch import PlanWatch
@@ -43,10 +46,6 @@ logger = logging.getLogger(__name__)
 
 
 HOME_DTYPES = (torch.float32, torch.bfloat16)
-COMPILE_REFUSAL = (
-    "torch.compile of {} is not supported under LazyTrain: the weights of its layers move while they run. Leave "
-    "torch_compile off in the training arguments and don't call compile on it"
-)
 
 
 class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
@@ -60,6 +59,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.lazytrain: ExecutorState | None = None
         self._window_begins = True
+        self._plans_compiled = False
         config = hook.active_config() or hook.load_config(kwargs["config"])
         object.__setattr__(self, "_lazytrain_config", config)
         super().__init__(*args, dont_change_device=True, **kwargs)
@@ -167,6 +167,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         self._refuse_new_parameters()
         refuse_compiled(self._modules_around_units)
         training = self.module.training and torch.is_grad_enabled()
+        self._plan_for_compiled_layers()
         if training:
             num_tokens = count_tokens(inputs, kwargs)
             plan = self._planner.plan_for(num_tokens)
@@ -244,8 +245,38 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
 
     # Users' other calls.
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(COMPILE_REFUSAL.format("the model"))
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles what each streamed layer computes; what is around the layers stays as it is.
+
+        Raises:
+            ConfigError: compiled autograd or a schedule, which are other compilers' ways; or CUDA graphs.
+        """
+        if compiled_autograd_enabled or schedule is not None:
+            raise ConfigError(OTHER_COMPILERS_REFUSAL)
+        options = {**(compile_kwargs or {}), "backend": backend or get_accelerator().get_compile_backend()}
+        for unit in self.lazytrain.executor.units:
+            unit.module.compile(**options)
+        self._is_compiled, self._compile_kwargs = True, options
+
+    def _plan_for_compiled_layers(self) -> None:
+        """Once, after layers were compiled: operators inside them can't be saved one by one any more."""
+        executor = self.lazytrain.executor
+        compiled = [unit for unit in executor.units if unit.is_compiled]
+        if self._plans_compiled or not compiled:
+            return
+        self._plans_compiled = True
+        for unit in compiled:
+            unfuse_modules(unit.module)  # the compiler fuses by itself, and can't see into these
+        logger.info("%d of %d streamed layers are compiled", len(compiled), len(executor.units))
+        plan = self._planner.layers_compiled()
+        if plan is not None:
+            self._place(executor, plan)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError("offload_states is not supported: LazyTrain's plan says where states rest")
@@ -272,22 +303,6 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
                 f"{new[0]} (and {len(new) - 1} more) became part of the model after the engine was made; add adapters, "
                 "resize embeddings and replace layers before the Trainer (or accelerator.prepare) sees the model"
             )
-
-
-def modules_around(model: nn.Module, unit_names: list[str]) -> list[tuple[str, nn.Module]]:
-    """The units and the modules that hold them, with their names."""
-    names = {""}
-    for unit_name in unit_names:
-        parts = unit_name.split(".")
-        names.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return [(name, module) for name, module in model.named_modules() if name in names]
-
-
-def refuse_compiled(named: list[tuple[str, nn.Module]]) -> None:
-    """Raises ConfigError if torch.compile would trace a streamed layer: it fails there with an error of its own."""
-    for name, module in named:
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-            raise ConfigError(COMPILE_REFUSAL.format(name or "the model"))
 
 
 def refuse_special_parameters(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.config.schema import LazyTrainConfig
-from lazytrain_plugin.errors import InfeasiblePlanError, LazyTrainError
+from lazytrain_plugin.errors import InfeasiblePlanError, LazyTrainError, PlanMismatchError
 from lazytrain_plugin.integration import several_ranks
 from lazytrain_plugin.integration.plan_cache import PlanCache
 from lazytrain_plugin.integration.plan_watch import ObservedStep
@@ -32,7 +32,7 @@ from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.units import gib_to_bytes
-from lazytrain_plugin.vocab import Fidelity, Tier, Updater
+from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ DRIFT_FRAC = 0.1
 """How far a measured rate is from the planned one before it is worth a search."""
 SWAP_GAIN_FRAC = 0.03
 """What another plan must gain, replayed with the measured rates, before weights are moved for it."""
+WHOLE_STRATEGIES = frozenset({Activations.RECOMPUTE, Activations.KEEP})
+"""What works without seeing single operators."""
 MOST_SWAPS = 4
 """Per run: measurements are noisy, and moving costs a step or two."""
 
@@ -75,6 +77,7 @@ class Planner:
         self.request: PlanRequest | None = None
         self._search: BackgroundSolve | None = None
         self._current: PlacementPlan | None = None
+        self._compiled = False
         self._swaps_left = MOST_SWAPS if config.plan.adapt and ranks is None else 0
         self._cache = PlanCache(enabled=config.plan.cache)
         self._fixed = self._load_fixed_plan()
@@ -151,6 +154,25 @@ class Planner:
                 self.model_profile, self.hardware, request
             )  # has more to choose from, else it says what is missing
 
+    def layers_compiled(self) -> PlacementPlan | None:
+        """From now on plans are for compiled layers, which keep all they save or nothing; a new plan if one is needed.
+
+        Raises:
+            PlanMismatchError: the user's own plan saves single operators.
+        """
+        self._compiled = True
+        if self._fixed is None:
+            return None if self._planned_tokens is None else self._plan(self._planned_tokens)
+        for unit in self._fixed.units:
+            whole = unit.activations in WHOLE_STRATEGIES
+            if not whole or (unit.activations == Activations.KEEP and min(unit.saved_bits, unit.boundary_bits) < 16):
+                raise PlanMismatchError(
+                    f"{self._config.plan.path} saves {unit.activations} of {unit.name} in {unit.saved_bits} bits, and "
+                    "a compiled layer keeps what it saves whole, in 16 bits, or nothing; plan with keep and recompute "
+                    "only, or train without torch.compile"
+                )
+        return None
+
     def plan_for(self, num_tokens: int | None) -> PlacementPlan | None:
         """A new plan if a batch of `num_tokens` needs one."""
         if self._fixed is not None or num_tokens is None:
@@ -197,6 +219,10 @@ class Planner:
         )
         if self._ranks is not None:
             request = several_ranks.shared_request(request, self._ranks)
+        if self._compiled:
+            strategies = request.capabilities.strategies & WHOLE_STRATEGIES
+            capabilities = replace(request.capabilities, strategies=strategies)
+            request = replace(request, capabilities=capabilities, activation_bits=16)
         return request
 
     def _announce(self, plan: PlacementPlan, remark: str) -> None:

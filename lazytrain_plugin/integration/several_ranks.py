@@ -142,6 +142,10 @@ class AgreedPlanner:
         self._planned_tokens = largest  # not where no plan was found: a smaller batch asks again
         return plan
 
+    def layers_compiled(self) -> PlacementPlan | None:
+        """As `Planner.layers_compiled`; every rank calls it at the same point."""
+        return self._from_first(lambda: self._planner.layers_compiled())
+
     def _from_first(self, make: Callable[[], PlacementPlan | None]) -> PlacementPlan | None:
         def as_text() -> str | None:
             plan = make()

@@ -59,7 +59,7 @@ class UnitCall:
         self.offloads_saved = plan.saved != Tier.GPU and plan.activations != Activations.RECOMPUTE
         self.saved_bits, self.boundary_bits = plan.saved_bits, plan.boundary_bits
         self.is_coded = min(self.saved_bits, self.boundary_bits) < 16
-        if self.is_coded and is_compiled(unit.module):
+        if self.is_coded and (unit.is_compiled or is_compiled(unit.module)):
             # What runs inside is hidden, attention included: see runtime/quantized_saves.py.
             say_compiled(unit.name, executor.activations.said)
             self.saved_bits, self.boundary_bits, self.is_coded = 16, 16, False

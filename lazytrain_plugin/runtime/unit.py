@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +30,8 @@ class Unit:
         self.trained = layout.trained
         self.home: UnitHome | None = None
         self.original_forward: Callable | None = None
+        self.eager_forward: Callable | None = None
+        """The forward that the module came with; `original_forward` is that one compiled, after `compile`."""
         self.foreign: tuple[UnitTensor, ...] = ()
         """Trained stem tensors that this unit uses too; their gradients go to their own unit."""
         self.audited = False
@@ -56,6 +59,19 @@ class Unit:
 
     def gradient_targets(self) -> tuple[UnitTensor, ...]:
         return (*self.trained, *self.foreign)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.original_forward is not self.eager_forward
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the module's own forward; arguments as of `torch.compile`. Leases and transfers stay outside."""
+        eager = self.eager_forward
+        if isinstance(eager, functools.partial):
+            # The class's function: units of one class share what was compiled.
+            self.original_forward = functools.partial(torch.compile(eager.func, *args, **kwargs), *eager.args)
+        else:
+            self.original_forward = torch.compile(eager, *args, **kwargs)
 
     # Where the parameters point.
 
