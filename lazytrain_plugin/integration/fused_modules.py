@@ -17,6 +17,7 @@ from types import MethodType
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from lazytrain_plugin.kernels.elementwise import NormRounding, rms_norm, rope, swiglu
 
@@ -119,8 +120,15 @@ def _swiglu_forward(self, x):
     if gate.dtype != up.dtype or gate.dtype not in _FUSED_DTYPES or gate.shape != up.shape:
         return self.down_proj(self.act_fn(gate) * up)
     # A hook on a projection may have kept its output for somebody who looks at it after backward.
-    watched = any(projection._forward_hooks for projection in (self.gate_proj, self.up_proj))
-    return self.down_proj(swiglu(gate, up, consume=not watched))
+    projections = (self.gate_proj, self.up_proj)
+    watched = any(projection._forward_hooks for projection in projections)
+    private = not watched and all(map(_is_plain_linear, projections)) and not _has_any_global_hook()
+    return self.down_proj(swiglu(gate, up, consume=not watched, private=private))
+
+
+def _is_plain_linear(projection: nn.Module) -> bool:
+    """Whether its output is a matrix product that nothing else has looked at."""
+    return type(projection) is nn.Linear and not is_patched(projection) and not projection._backward_hooks
 
 
 def _has_gated_projections(module: nn.Module) -> bool:

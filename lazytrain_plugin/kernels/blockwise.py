@@ -14,9 +14,10 @@ How a value is rounded (everywhere in this order of fp32 operations, so with the
            is clipped; it costs under 0.8 % of a step. (At most so far that the largest level is finite in bf16, and a
            value decoded as fp16 is cut at fp16's end: there the last 0.8 % are lost.) NaN if the block holds NaN or
            infinity: all of the block then decodes to NaN, nothing is hidden.
-    level  the nearest to value / scale (IEEE division). Ties go to the even code; nf4's to the lower level, which are
-           no ties but for rounding. With noise (int formats, for gradients) floor(value / scale + u), u uniform in
-           [0, 1) and a function of (key, index) alone.
+    level  the nearest to value / scale (IEEE division; fp4 compares with products of scale and boundary, which are
+           exact). Ties go to the even code; nf4's to the lower level, which are no ties but for rounding. With noise
+           (int formats, for gradients) floor(value / scale + u), u uniform in [0, 1) and a function of (key, index)
+           alone.
 
 The codes of a block are `2 * bits` times 8 bytes in planes: byte j of the first 64 holds the low four bits of values j
 and j + 64; then, for 5, 6 and 8 bits, the upper `bits - 4`: byte j of plane two holds those of values j, j + n,
@@ -296,14 +297,16 @@ def _encoded(values: torch.Tensor, form: BlockFormat, noise: torch.Tensor | None
     """Codes int32 [blocks, 128] and scales fp32 [blocks] of `values` fp32 [blocks, 128]."""
     scales = scales_of(values.abs().amax(1), form)  # amax hands NaN on
     finite = scales > 0
-    x = torch.where(finite[:, None], values / torch.where(finite, scales, 1.0)[:, None], 0.0)
     if form.name == "fp4":
-        magnitude = x.abs()
-        codes = torch.zeros_like(x, dtype=torch.int32)
+        magnitude = values.abs()
+        codes = torch.zeros_like(values, dtype=torch.int32)
         for index, boundary in enumerate(_FP4_BOUNDARIES):  # a tie goes to the even one of codes index, index + 1
-            codes += (magnitude >= boundary if index % 2 else magnitude > boundary).to(torch.int32)
-        codes += 8 * (torch.signbit(x) & (codes > 0)).to(torch.int32)
-    elif form.name == "nf4":
+            least = torch.where(finite, scales * boundary, torch.inf)[:, None]
+            codes += (magnitude >= least if index % 2 else magnitude > least).to(torch.int32)
+        codes = torch.where(finite[:, None], codes, 0)
+        return codes + 8 * (torch.signbit(values) & (codes > 0)).to(torch.int32), scales
+    x = torch.where(finite[:, None], values / torch.where(finite, scales, 1.0)[:, None], 0.0)
+    if form.name == "nf4":
         levels = nf4_table(x.device)
         codes = torch.bucketize(x, levels[16:31], out_int32=True)
     else:

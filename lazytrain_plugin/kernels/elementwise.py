@@ -16,6 +16,15 @@ import enum
 import torch
 from torch.autograd.function import once_differentiable
 
+from lazytrain_plugin.kernels import blockwise, fused_saves
+from lazytrain_plugin.kernels.coded_elementwise import (
+    can_quantize_rows,
+    swiglu_backward_decoded,
+    swiglu_decoded,
+    swiglu_gradients,
+    swiglu_quantized,
+)
+
 
 class NormRounding(enum.Enum):
     """Which of the RMSNorm formulas in use a model means; they differ in rounding (and Gemma's in the weight)."""
@@ -30,13 +39,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: NormRo
     return _RMSNorm.apply(x, weight, eps, rounding)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, *, consume: bool = False) -> torch.Tensor:
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, consume: bool = False, private: bool = False) -> torch.Tensor:
     """silu(gate) * up, element by element; one shape and one floating dtype.
 
     `consume`: nobody else looks at `gate` and `up`, so a backward that frees its graph may write their gradients over
     them (CUDA). That spares two of a layer's largest tensors at the peak of its backward.
+    `private`: nobody else reads them at all, so in a unit that saves in codes they are encoded and decoded here
+    (fused_saves.py).
     """
-    return _SwiGLU.apply(gate, up, consume)
+    return _SwiGLU.apply(gate, up, consume, private)
 
 
 def rope(
@@ -53,19 +64,26 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, rounding):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
+        saves = fused_saves.running()
+        codes = saves.codes_of_input(x) if saves and x.is_contiguous() and can_quantize_rows(x) else None
         if flat.is_cuda:
-            from lazytrain_plugin.kernels.triton.elementwise import rms_norm_forward
-
+            formula = {
+                "cast_before_weight": rounding is NormRounding.BEFORE_WEIGHT,
+                "unit_offset": rounding is NormRounding.UNIT_OFFSET,
+            }
             with torch.cuda.device(flat.device):
-                y, rstd = rms_norm_forward(
-                    flat,
-                    weight.contiguous(),
-                    eps,
-                    cast_before_weight=rounding is NormRounding.BEFORE_WEIGHT,
-                    unit_offset=rounding is NormRounding.UNIT_OFFSET,
-                )
+                if codes is not None:
+                    from lazytrain_plugin.kernels.triton.coded_elementwise import rms_norm_quantized
+
+                    y, rstd = rms_norm_quantized(flat, weight.contiguous(), eps, codes, **formula)
+                else:
+                    from lazytrain_plugin.kernels.triton.elementwise import rms_norm_forward
+
+                    y, rstd = rms_norm_forward(flat, weight.contiguous(), eps, **formula)
         else:
             y, rstd = _rms_norm_forward_reference(flat, weight, eps, rounding)
+            if codes is not None:
+                blockwise.quantize_reference(flat.view(-1), codes)
         ctx.rounding = rounding
         ctx.save_for_backward(flat.view(x.shape), weight, rstd)
         return y.view(x.shape)
@@ -95,10 +113,17 @@ class _RMSNorm(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, consume):
+    def forward(ctx, gate, up, consume, private=False):
+        saves = fused_saves.running()
         ctx.consume = consume
+        ctx.codes = saves.take(gate, up) if saves else None
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
+        if ctx.codes is not None:
+            return swiglu_decoded(*ctx.codes, gate.shape)
+        out = saves.codes_of_private(gate, up) if saves and private else None
+        if out is not None:
+            return swiglu_quantized(gate, up, *out)
         if gate.is_cuda:
             from lazytrain_plugin.kernels.triton.elementwise import swiglu_forward
 
@@ -111,16 +136,18 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
         dy = dy.contiguous()
+        in_place = ctx.consume and not torch._C._autograd._get_current_graph_task_keep_graph()
+        if ctx.codes is not None:
+            # `gate` and `up` are memory without values.
+            gradients = (gate, up) if in_place else (torch.empty_like(gate), torch.empty_like(up))
+            swiglu_backward_decoded(dy, *ctx.codes, *gradients)
+            return *gradients, None, None
         if gate.is_cuda:
             from lazytrain_plugin.kernels.triton.elementwise import swiglu_backward
 
-            in_place = ctx.consume and not torch._C._autograd._get_current_graph_task_keep_graph()
             with torch.cuda.device(gate.device):
-                return *swiglu_backward(dy, gate, up, in_place=in_place), None
-        gate32 = gate.float()
-        sigmoid = torch.sigmoid(gate32)
-        dgate = dy.float() * up.float() * sigmoid * (1.0 + gate32 * (1.0 - sigmoid))
-        return dgate.to(gate.dtype), (dy.float() * (gate32 * sigmoid).to(gate.dtype).float()).to(up.dtype), None
+                return *swiglu_backward(dy, gate, up, in_place=in_place), None, None
+        return *swiglu_gradients(dy, gate, up), None, None
 
 
 class _RoPE(torch.autograd.Function):

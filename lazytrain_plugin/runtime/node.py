@@ -21,11 +21,13 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lazytrain_plugin.kernels.fused_saves import FusedSaves
 from lazytrain_plugin.profile.attention_core import AttentionCore
 from lazytrain_plugin.runtime.activation_store import Handle, Parcel
 from lazytrain_plugin.runtime.local_graph import LocalGraph, audit, detached_leaves
 from lazytrain_plugin.runtime.quantized_saves import (
     ATTENTION,
+    FORMATS,
     UNSEEN,
     Codes,
     Deferred,
@@ -65,6 +67,8 @@ class UnitCall:
             self.saved_bits, self.boundary_bits, self.is_coded = 16, 16, False
         self.parcel: Parcel | None = None
         self.encoder: Encoder | None = None
+        self.late: dict[int, int] = {}
+        """Inputs that are encoded when the unit has run, and their versions before."""
         self.recording: Recording | None = None
         self.inputs, self.rebuild_inputs = flatten_tensors((args, kwargs))
         self.side_keys = executor.side_outputs.active_keys()
@@ -88,6 +92,7 @@ class UnitCall:
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         with self.executor.lease(self.unit, backward=False):
             outputs = self.forward_keeping(inputs) if self.keep else self.forward_dropping(inputs)
+            self.encode_late_inputs(inputs)
             self.differentiable = [output.requires_grad for output in outputs]
             outputs = [output.detach() for output in outputs]
         if self.parcel is not None:
@@ -179,19 +184,20 @@ class UnitCall:
 
     def forward_dropping(self, inputs) -> list[torch.Tensor]:
         recorder = Recorder(self.activations, self.executor.device)
+        store = self.executor.activations
+        if self.saved_bits < 16:
+            self.encoder = self.encoder or Encoder(store, largest_numel(inputs))
         # With grad, but saving nothing: without grad torch may pick other kernels (fused attention with a
         # learned bias), and the recompute would not repeat the same bits.
         with torch.enable_grad(), saved_tensors_hooks(recorder.drop, _refuse_dropped):
             leaves = detached_leaves(inputs)
             args, kwargs = self.rebuild_inputs(leaves)
-            with recorder:
+            with recorder, self.encoding_on_the_way(inputs):
                 outputs = self.call_unit(args, kwargs)
         self.recording = recorder.finish(outputs, self.unit.module)
-        store = self.executor.activations
         if self.offloads_saved:
             self.parcel = self.parcel or Parcel(store)
         if self.saved_bits < 16:
-            self.encoder = self.encoder or Encoder(store, largest_numel(inputs))
             core = AttentionCore(outputs, self.recording.calls, leaves)
         send = self.sending(self.saved) if self.offloads_saved else None
 
@@ -207,8 +213,31 @@ class UnitCall:
             self.recording.exchange(change)
         return outputs
 
-    def put_away_inputs(self, inputs) -> list[torch.Tensor]:
-        """Starts the inputs' way off the device while the unit computes; returns what stays, for autograd to save."""
+    def encoding_on_the_way(self, inputs) -> contextlib.AbstractContextManager:
+        """Within: fused operators make the codes of what they read, for the encoder to take."""
+        if self.encoder is None:
+            return contextlib.nullcontext()
+        saves_products = self.saved_bits < 16 and self.activations == Activations.MATMULS
+        self.encoder.fused = FusedSaves(
+            FORMATS[self.saved_bits] if saves_products else None,
+            input_format=FORMATS[self.boundary_bits] if self.late else None,
+            inputs=tuple(inputs[i] for i in self.late),
+            least_numel=self.encoder.small,
+        )
+        return self.encoder.fused.running()
+
+    def encode_late_inputs(self, inputs) -> None:
+        """Those that rest on the device in codes: a norm in the unit may have made them."""
+        for i, version in self.late.items():
+            if inputs[i]._version != version:
+                raise RuntimeError(
+                    f"{self.unit.name}: its input of shape {tuple(inputs[i].shape)} was changed in place while it ran, "
+                    "and was to be saved in codes; replace the in-place operation by an ordinary one"
+                )
+            self.sent[i] = self.encoder.encode(inputs[i], self.boundary_bits)
+
+    def put_away_inputs(self, inputs) -> None:
+        """Starts the inputs' way off the device while the unit computes."""
         changes = self.offloads_inputs or self.boundary_bits < 16
         own = self.executor.activations.own_inputs(inputs) if changes else ()
         if own and self.offloads_inputs:
@@ -218,11 +247,17 @@ class UnitCall:
         if self.boundary_bits < 16:
             self.encoder = Encoder(self.executor.activations, largest_numel(inputs))
             for i in own:
-                self.sent[i] = self.encoder.encode(inputs[i], self.boundary_bits, send)
+                if send is None:
+                    self.late[i] = inputs[i]._version
+                else:
+                    self.sent[i] = self.encoder.encode(inputs[i], self.boundary_bits, send)
         for i in own if send is not None else ():
             self.sent[i] = self.sent[i] or send(inputs[i])
         if self.parcel is not None:
             self.parcel.send()
+
+    def stayed_inputs(self, inputs) -> list[torch.Tensor]:
+        """What autograd is to save."""
         return [tensor for tensor, handle in zip(inputs, self.sent, strict=True) if handle is None]
 
     def bring_back_inputs(self, stayed) -> list[torch.Tensor]:
@@ -278,7 +313,12 @@ class UnitCall:
         return [by_leaf.get(position) for position in range(num_inputs)]
 
     def recompute(self, inputs, retain: bool) -> LocalGraph:
-        replay = Replay(self.recording, self.unit.name, _unpack_with(self.unit, self.parcel), keep=retain)
+        saves, parcel = FusedSaves(), self.parcel
+
+        def restore(saved: Handle | Codes) -> torch.Tensor:
+            return saved.give(parcel, saves) if isinstance(saved, Codes) else parcel.unpack(saved)
+
+        replay = Replay(self.recording, self.unit.name, restore, keep=retain, saves=saves)
 
         def pack(tensor: torch.Tensor):
             replay.count_pack()
@@ -289,15 +329,17 @@ class UnitCall:
             torch.set_rng_state(self.cpu_rng)
             if self.gpu_rng is not None:
                 set_device_states(*self.gpu_rng)
-            with replay:
+            with replay, saves.running():
                 return self.build_graph(inputs, pack)
 
 
 class _UnitNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: UnitCall, graph_root: torch.Tensor, *inputs: torch.Tensor):
-        saved = () if call.keep else call.put_away_inputs(inputs)
+        if not call.keep:
+            call.put_away_inputs(inputs)
         outputs = call.forward(inputs)
+        saved = () if call.keep else call.stayed_inputs(inputs)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)

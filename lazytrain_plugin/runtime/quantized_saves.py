@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.kernels import blockwise
+from lazytrain_plugin.kernels.fused_saves import FusedSaves
 from lazytrain_plugin.profile.attention_core import AttentionCore
 from lazytrain_plugin.runtime.activation_store import ActivationStore, Handle, Parcel
 from lazytrain_plugin.units import format_bytes
@@ -51,13 +52,21 @@ class Codes:
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    private: bool = False
+    """A fused operator alone reads the tensor, and can read the codes (kernels/fused_saves.py)."""
 
     def decode(self, parcel: Parcel | None) -> torch.Tensor:
         """A new tensor with the shape and strides of the one that was saved; its parcel must be back."""
-        memory = parcel.unpack(self.memory) if isinstance(self.memory, Handle) else self.memory
         with torch.no_grad():
-            coded = blockwise.over_memory(memory, (self.numel,), self.dtype, self.format)
-            return blockwise.dequantize(coded).as_strided(self.shape, self.stride)
+            return blockwise.dequantize(self._coded(parcel)).as_strided(self.shape, self.stride)
+
+    def give(self, parcel: Parcel | None, saves: FusedSaves) -> torch.Tensor:
+        """The same; a private tensor comes without values, which `saves` knows."""
+        return saves.give(self._coded(parcel), self.shape, self.stride) if self.private else self.decode(parcel)
+
+    def _coded(self, parcel: Parcel | None) -> blockwise.QuantizedTensor:
+        memory = parcel.unpack(self.memory) if isinstance(self.memory, Handle) else self.memory
+        return blockwise.over_memory(memory, (self.numel,), self.dtype, self.format)
 
 
 @dataclass(slots=True)
@@ -88,7 +97,10 @@ class Encoder:
 
     def __init__(self, store: ActivationStore, unit_numel: int) -> None:
         self._store = store
-        self._small = SMALL_FRAC * unit_numel
+        self.small = SMALL_FRAC * unit_numel
+        """Elements below which a tensor stays exact."""
+        self.fused = FusedSaves()
+        """Has codes that fused operators made on the way."""
         self._known: dict[tuple, tuple[torch.Tensor, Codes]] = {}
         self._left: set[tuple] = set()
         """Memory of what stays exact; it lives as long as this object is in use."""
@@ -119,18 +131,22 @@ class Encoder:
             self._known[key] = (tensor.detach(), self._new(values, bits, send))
         known = self._known[key][1]
         stride = _contiguous_stride(tensor.shape) if flat is None else tensor.stride()
-        return Codes(known.memory, known.format, known.numel, tensor.dtype, tensor.shape, stride)
+        return Codes(known.memory, known.format, known.numel, tensor.dtype, tensor.shape, stride, known.private)
 
     def _new(self, flat: torch.Tensor, bits: int, send: Callable | None) -> Codes:
         form = blockwise.block_format(FORMATS[bits])
-        memory = torch.empty(form.storage_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
-        out = blockwise.over_memory(memory, flat.shape, flat.dtype, form.name)
-        with torch.no_grad():
-            blockwise.quantize(flat, form.name, out=out)
+        num_bytes, private = form.storage_bytes(flat.numel()), False
+        if (made := self.fused.made(flat, num_bytes)) is not None:
+            memory, private = made
+        else:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=flat.device)
+            out = blockwise.over_memory(memory, flat.shape, flat.dtype, form.name)
+            with torch.no_grad():
+                blockwise.quantize(flat, form.name, out=out)
         self.report.coded_bytes += memory.nbytes
         self.report.exact_bytes += flat.nbytes
         place = send(memory) if send is not None and self._store.can_leave(memory) else memory
-        return Codes(place, form.name, flat.numel(), flat.dtype, flat.shape, flat.stride())
+        return Codes(place, form.name, flat.numel(), flat.dtype, flat.shape, flat.stride(), private)
 
     def _why_exact(self, tensor: torch.Tensor, bits: int) -> str | None:
         if bits == 16:
@@ -139,7 +155,7 @@ class Encoder:
             return "of integers and masks"
         if tensor.dtype not in _DTYPES:
             return f"of {str(tensor.dtype).removeprefix('torch.')}"
-        if tensor.numel() < self._small or not self._store.can_leave(tensor):
+        if tensor.numel() < self.small or not self._store.can_leave(tensor):
             return "in small tensors (statistics, tables)"
         if _span(tensor) < tensor.numel():
             return "expanded from less memory"
@@ -148,6 +164,7 @@ class Encoder:
     def close(self) -> None:
         """All is encoded: lets go of the values."""
         self._known.clear()
+        self.fused = FusedSaves()
 
 
 class Deferred:

@@ -20,6 +20,7 @@ is copied before the write, and the copy is given out again as a copy.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lazytrain_plugin.kernels.fused_saves import FusedSaves
 from lazytrain_plugin.profile.operator_kinds import OperatorKind, operator_kind, saves
 from lazytrain_plugin.runtime.activation_store import Handle
 from lazytrain_plugin.runtime.quantized_saves import Codes
@@ -210,10 +212,17 @@ class Replay(_Mode):
         name: the unit's, for errors.
         restore: turns what `Recording.exchange` left into tensors.
         keep: the recording is going to be replayed again.
+        saves: knows the tensors that `restore` gave without values; they get them before an operator reads them.
     """
 
     def __init__(
-        self, recording: Recording, name: str, restore: Callable[[Handle | Codes], torch.Tensor], *, keep: bool
+        self,
+        recording: Recording,
+        name: str,
+        restore: Callable[[Handle | Codes], torch.Tensor],
+        *,
+        keep: bool,
+        saves: FusedSaves,
     ) -> None:
         super().__init__()
         self._calls = iter(recording.calls)
@@ -223,6 +232,7 @@ class Replay(_Mode):
         self._name = name
         self._restore = restore
         self._keep = keep
+        self._saves = saves
 
     def count_pack(self) -> None:
         """Autograd saves something."""
@@ -230,6 +240,10 @@ class Replay(_Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self._saves.waiting and not _only_looks(func):
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor):
+                    self._saves.settle(value)
         if self._lost or operator_kind(func) == OperatorKind.OTHER:
             return func(*args, **kwargs)
         call = next(self._calls, None)
@@ -268,11 +282,22 @@ class Replay(_Mode):
                 f"{self._name}: the output of {call.operator}, of shape {tuple(tensor.shape)}, was changed in place "
                 "after the layer ran; replace the in-place operation on the layer's output by an ordinary one"
             )
+        if call.changed:
+            self._saves.settle(tensor)
         if call.changed and self._keep:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
                 tensor
             )
         return _alias(tensor)
+
+
+@functools.cache
+def _only_looks(operator: object) -> bool:
+    """Whether an operator makes a view, and reads no values."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    aliases = [argument.alias_info for argument in operator._schema.arguments if argument.alias_info is not None]
+    return operator is torch.ops.aten._unsafe_view.default or any(not alias.is_write for alias in aliases)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

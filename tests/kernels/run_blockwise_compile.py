@@ -24,7 +24,7 @@ if __name__ == "__main__":
                 kernels.dequantize_kernel,
                 {"out_ptr": dtype, **quantized},
                 ["numel"],
-                ELEMENTS=kernels.DECODE_ELEMENTS,
+                BLOCKS=kernels.BLOCKS_PER_PROGRAM,
                 **constants,
             )
     print("all kernels compile")
