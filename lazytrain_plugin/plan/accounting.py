@@ -72,7 +72,7 @@ def unit_bytes(cost: UnitCost, unit: UnitPlan) -> dict[str, int]:
     rest[Tier.GPU if unit.states == Tier.GPU else off_gpu] += cost.accumulator_bytes
     if sends_gradients(cost, unit):
         rest[off_gpu] += cost.gradient_rest_bytes
-    if unit.weights == Tier.GPU and unit.updater == Updater.CPU:
+    if unit.weights == Tier.GPU and (unit.updater == Updater.CPU or updates_meet_at_home(cost, unit)):
         # The update writes a host mirror of the weights; one copy then brings it to the GPU.
         rest["cpu"] += cost.weight_bytes
     return rest
@@ -81,6 +81,11 @@ def unit_bytes(cost: UnitCost, unit: UnitPlan) -> dict[str, int]:
 def is_streamed(unit: UnitPlan) -> bool:
     """The weights rest off the GPU."""
     return unit.weights != Tier.GPU
+
+
+def updates_meet_at_home(cost: UnitCost, unit: UnitPlan) -> bool:
+    """Several ranks update a part each while the states pass their GPUs; new weights are fetched from the host."""
+    return cost.ranks > 1 and unit.streams_states and cost.num_trainable > 0
 
 
 def sends_gradients(cost: UnitCost, unit: UnitPlan) -> bool:

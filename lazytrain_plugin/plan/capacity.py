@@ -189,7 +189,8 @@ def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
         weights = mib(cost.weight_bytes)
         states = mib(cost.state_bytes)
         both = v.homes["stream"][u] + v.homes["mirror"][u] + v.homes["stream_update"][u]
-        rest = rest + (weights + states) * both + states * v.homes["mirror_update"][u]
+        mirror = weights if problem.divides_updates else 0.0
+        rest = rest + (weights + states) * both + (mirror + states) * v.homes["mirror_update"][u]
         # Gradients and sums stay on the host.
         rest = rest + (weights + states - mib(cost.rest_state_bytes)) * v.homes["nvme_states"][u]
         rest = rest + (states - mib(cost.rest_state_bytes)) * v.homes["nvme"][u]
@@ -197,7 +198,8 @@ def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
         # Frozen stem weights rest on the GPU alone.
         if cost.num_trainable or not problem.has_gpu:
             rest = rest + mib(cost.weight_bytes + cost.state_bytes) * v.stem_on_worker(s)
-            rest = rest + mib(cost.state_bytes) * v.stem_streams[s]
+            mirror = cost.weight_bytes if problem.divides_updates else 0
+            rest = rest + mib(mirror + cost.state_bytes) * v.stem_streams[s]
     return rest
 
 

@@ -7,14 +7,15 @@ of the same step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.plan.formats import coded_bytes, coding_flop
+from lazytrain_plugin.plan.formats import coding_flop
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
+from lazytrain_plugin.plan.unit_cost import STEM_STAGING_BYTES, StrategyCost, UnitCost
 from lazytrain_plugin.profile.hardware import HardwareProfile
-from lazytrain_plugin.profile.model import ModelProfile, StrategyProfile, UnitProfile, UnitRole
+from lazytrain_plugin.profile.model import ModelProfile, StrategyProfile, UnitProfile
 from lazytrain_plugin.units import GIB, MIB
 from lazytrain_plugin.vocab import Activations, Fidelity
 
@@ -27,8 +28,6 @@ HOST_RESERVE_CPU_BYTES = GIB
 FRAGMENTATION_FRAC = 0.19
 """Head-room on memory that comes and goes (activations, workspace, gradients, logits): what the allocator reserves
 beyond what is allocated. Measured: 15 to 19 % at 7B. Flats and states are exact."""
-STEM_STAGING_BYTES = 256 * MIB
-"""A unit's states pass the GPU in chunks of at most this."""
 
 
 # The program is scaled to coefficients around 1..10^4: MiB and milliseconds. Nothing else is.
@@ -48,124 +47,9 @@ GRADIENT_CODE_BLOCK = 64
 """Elements that share a step in a gradient's codes (kernels/gradient_codes.py)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyCost:
-    """One way of saving activations between nothing and everything."""
-
-    saved_bytes: int
-    """As it is, in 16 bits (fp32 in 32)."""
-    recompute_frac: float
-    """Share of the forward that runs again in backward."""
-    attention_bytes: int = 0
-    """Of `saved_bytes`: never in fewer bits."""
-    element_bytes: int = 2
-    bits: int = 16
-    """What the planner plans with: the fewest that the fidelity allows."""
-    coding_frac: float = 0.0
-    """What encoding and decoding take, as a share of the forward."""
-
-    def bytes_in(self, bits: int) -> int:
-        """What is saved when all but attention is in so many bits."""
-        return self.attention_bytes + coded_bytes(self.saved_bytes - self.attention_bytes, self.element_bytes, bits)
-
-
 OFFLOAD_DELAYS_UPDATE_BYTES_PER_S = 27e9
 """The CPU update loses a second per so many bytes of activations that leave the GPU in its forward. Measured on an H200
 with 16 cores: 6.1 GiB of unit inputs cost 0.24 s, in fp32 and in 8 bit, far more than their share of DRAM bandwidth."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitCost:
-    """Bytes and seconds of one unit at the planned micro-batch."""
-
-    name: str
-    role: UnitRole
-    num_trainable: int
-    weight_bytes: int
-    gradient_bytes: int
-    remainder_bytes: int
-    moment_bytes: int
-    accumulator_bytes: int
-    """Sums over micro-batches; 0 without accumulation."""
-    gradient_code_bytes: int = 0
-    """The gradients in 8-bit codes, as they rest and leave the GPU; 0: they do so as they are."""
-    boundary_bytes: int = 0
-    kept_bytes: int = 0
-    workspace_bytes: int = 0
-    """Recompute and its backward at their fullest, beyond the input."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    """Without the recompute, which costs `forward_s`."""
-    weight_h2d_s: float = 0.0
-    gradient_d2h_s: float = 0.0
-    cpu_update_s: float = 0.0
-    gpu_update_s: float = 0.0
-    state_slot_bytes: int = 0
-    """Staging buffer on the GPU through which the unit's states pass, chunk by chunk."""
-    state_chunks: int = 1
-    """Parts in which the states pass."""
-    accumulate_s: float = 0.0
-    """Host time to add one micro-batch's gradients; 0 without accumulation."""
-    strategies: Mapping[Activations, StrategyCost] = field(default_factory=dict)
-    """Other than KEEP. RECOMPUTE is there where less than the whole forward runs again."""
-
-    @property
-    def state_bytes(self) -> int:
-        """Remainder, moments, gradients and accumulators: what rests at the updater's side beside the weights."""
-        return self.rest_state_bytes + self.gradient_rest_bytes + self.accumulator_bytes
-
-    @property
-    def gradient_rest_bytes(self) -> int:
-        """Gradients at rest, and on their way there. While autograd makes them they take `gradient_bytes`."""
-        return self.gradient_code_bytes or self.gradient_bytes
-
-    @property
-    def rest_state_bytes(self) -> int:
-        """Remainder and moments: what an update reads and writes beside the weights."""
-        return self.remainder_bytes + self.moment_bytes
-
-    @property
-    def streamed_in_bytes(self) -> int:
-        """What crosses to the GPU for a streamed update, beside the weights: states and the gradient (or its sum)."""
-        return self.rest_state_bytes + (self.accumulator_bytes or self.gradient_rest_bytes)
-
-    @property
-    def streamed_out_bytes(self) -> int:
-        """What comes back from a streamed update beside the weights, which return where they rest on the host."""
-        return self.rest_state_bytes
-
-    def planned_bits(self, activations: Activations) -> int:
-        """In how many bits the planner takes what a strategy saves."""
-        return self.strategies[activations].bits if activations in self.strategies else 16
-
-    def saved_bytes(self, activations: Activations, bits: int | None = None) -> int:
-        """What a strategy saves beside the input; `bits` None: in those that the planner plans with."""
-        if activations == Activations.RECOMPUTE:
-            return 0
-        if activations == Activations.KEEP:
-            return self.kept_bytes
-        return self.strategies[activations].bytes_in(self.planned_bits(activations) if bits is None else bits)
-
-    def boundary_bytes_in(self, bits: int) -> int:
-        """The unit's input in so many bits."""
-        strategy = self.strategies.get(Activations.MATMULS)
-        return coded_bytes(self.boundary_bytes, strategy.element_bytes if strategy else 2, bits)
-
-    def recompute_s(self, activations: Activations) -> float:
-        """What a strategy computes again in backward, encoding and decoding included."""
-        if activations == Activations.RECOMPUTE and activations not in self.strategies:
-            return self.forward_s
-        if activations == Activations.KEEP:
-            return 0.0
-        strategy = self.strategies[activations]
-        return (strategy.recompute_frac + strategy.coding_frac) * self.forward_s
-
-    def can(self, activations: Activations) -> bool:
-        """Whether the unit's profile knows the strategy, and it saves anything."""
-        if activations == Activations.KEEP:
-            return self.kept_bytes > 0
-        return activations == Activations.RECOMPUTE or activations in self.strategies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +100,11 @@ class PlacementProblem:
         return self.accumulation_steps > 1
 
     @property
+    def divides_updates(self) -> bool:
+        """Each of several ranks updates a part of every unit; new weights meet in host memory."""
+        return self.local_ranks > 1
+
+    @property
     def has_nvme(self) -> bool:
         return self.capabilities.nvme and self.nvme_budget_bytes > 0
 
@@ -257,8 +146,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         )
         cost = _unit_cost(unit, hardware, request.max_tokens, request.state_bits, request.accumulation_steps, saving)
         cost = _with_codes(cost, unit, hardware, request)
-        # Gradients meet on the GPUs: each rank sends its part home.
-        return replace(cost, gradient_d2h_s=cost.gradient_d2h_s / ranks)
+        return cost if ranks == 1 else cost.divided(ranks)
 
     return PlacementProblem(
         units=tuple(cost(unit) for unit in model.units),
@@ -338,6 +226,7 @@ def _with_codes(cost: UnitCost, unit: UnitProfile, hardware: HardwareProfile, re
         cost,
         gradient_code_bytes=codes,
         accumulator_bytes=sums if accumulates else 0,
+        staged_bytes=cost.rest_state_bytes + sums,
         state_slot_bytes=min(STEM_STAGING_BYTES, cost.rest_state_bytes + sums),
         gradient_d2h_s=codes / hardware.d2h_shared_bytes_per_s if hardware.has_gpu else 0.0,
         accumulate_s=(codes + 2 * sums) / hardware.host_memory_bytes_per_s if accumulates else 0.0,
@@ -380,6 +269,7 @@ def _unit_cost(
         remainder_bytes=unit.remainder_bytes,
         moment_bytes=unit.moment_bytes(state_bits),
         accumulator_bytes=4 * unit.state_numel if accumulates else 0,
+        staged_bytes=staged_bytes,
         state_slot_bytes=min(STEM_STAGING_BYTES, staged_bytes),
         state_chunks=max(1, -(-staged_bytes // STEM_STAGING_BYTES)),
         boundary_bytes=unit.boundary_bytes_per_token * tokens,

@@ -14,7 +14,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lazytrain_plugin.plan.accounting import is_streamed, nvme_staged_bytes, offloaded_bytes, sends_gradients
+from lazytrain_plugin.plan.accounting import (
+    is_streamed,
+    nvme_staged_bytes,
+    offloaded_bytes,
+    sends_gradients,
+    updates_meet_at_home,
+)
 from lazytrain_plugin.plan.clock import Clock, Event, Resource, Ring
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
@@ -70,6 +76,10 @@ class _Step:
         self.back_s: dict[str, float] = {}
         """When weights that were updated in a slot are home."""
         self.written_s: dict[str, float] = {}
+        in_order = (*self.first, *self.units, *self.last)
+        self.place = {cost.name: place for place, (cost, _) in enumerate(in_order)}
+        self.divided: deque[UnitCost] = deque()
+        """Units with streamed states, of which each rank updates a part, whose updates have not begun."""
 
     def updates(self, step_s: float) -> None:
         """`step()` at `step_s`: the clip factor is known. Units are updated in the order the forward needs them."""
@@ -126,13 +136,17 @@ class _Step:
         if fresh:
             self.crossing.clear()
             self.states_back_s = self.clock.free_s[Resource.D2H]
+            in_order = (*self.first, *self.units, *self.last)
+            self.divided = deque(cost for cost, unit in in_order if updates_meet_at_home(cost, unit))
             self._renew_stem(self.first)
         end_s = max((self.weight_s[cost.name] for cost, _ in self.first), default=0.0)
         for cost, unit in self.units:
-            if fresh and not is_streamed(unit) and unit.updater == Updater.CPU and cost.num_trainable:
-                self._publish_one(cost)
+            if fresh:
+                self._begin_divided(cost)
+                if self._is_published(cost, unit):
+                    self._publish_one(cost)
             ready_s = self._weights_arrive(cost, unit, "forward", fresh=fresh)
-            if fresh and unit.streams_states:
+            if fresh and unit.streams_states and not updates_meet_at_home(cost, unit):
                 ready_s = self._streamed_update(cost, unit, ready_s, end_s)
             leaves = offloaded_bytes(cost, unit)
             ready_s = max(ready_s, end_s)
@@ -240,8 +254,25 @@ class _Step:
             weights_s: when the weights are on the GPU.
             computed_s: when the computation before ends.
         """
+        updated_s, back_s = self._pass_states(cost, cost.weight_bytes if is_streamed(unit) else 0, weights_s)
+        self.back_s[cost.name] = back_s
+        self.weight_s[cost.name] = back_s if is_streamed(unit) else updated_s
+        computing_s = max(computed_s, updated_s - cost.streamed_update_s)
+        return self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.streamed_update_s, computing_s)
+
+    def _begin_divided(self, upto: UnitCost) -> None:
+        """Divided updates are all launched at `step()`, and run ahead of the copies of weights: this one's and those of
+        the next units, as many as there are slots, which share the link with them."""
+        last = self.place[upto.name] + len(self.states)
+        while self.divided and self.place[self.divided[0].name] <= last:
+            cost = self.divided.popleft()
+            _, self.weight_s[cost.name] = self._pass_states(cost, cost.returned_weight_bytes, 0.0)
+            self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.streamed_update_s, 0.0)
+
+    def _pass_states(self, cost: UnitCost, returned_bytes: int, weights_s: float) -> tuple[float, float]:
+        """States come in, are updated, and leave with so many bytes of weights; returns when they are new, and home."""
         problem, clock, count = self.problem, self.clock, cost.state_chunks
-        leaving_bytes = cost.streamed_out_bytes + (cost.weight_bytes if is_streamed(unit) else 0)
+        leaving_bytes = cost.streamed_out_bytes + returned_bytes
         in_s = clock.noisy(problem.h2d_s(cost.streamed_in_bytes)) / count
         out_s = clock.noisy(problem.d2h_s(leaving_bytes)) / count
         here_s = max(clock.free_s[Resource.H2D], self.states[0], self.gradient_s.get(cost.name, 0.0))
@@ -249,7 +280,7 @@ class _Step:
         first_s, back_s = None, self.states_back_s
         for _ in range(count):
             here_s = max(here_s, self.states[0]) + in_s
-            updated_s = max(here_s, weights_s) + cost.gpu_update_s / count
+            updated_s = max(here_s, weights_s) + cost.streamed_update_s / count
             first_s = max(back_s, updated_s) if first_s is None else first_s
             back_s = max(back_s, updated_s) + out_s
             while self.crossing and self.crossing[0][0] < back_s:
@@ -259,10 +290,7 @@ class _Step:
         clock.ran(f"states {cost.name}", Resource.H2D, begin_s, here_s, in_s * count, cost.streamed_in_bytes)
         clock.ran(f"states {cost.name} (back)", Resource.D2H, first_s, back_s, out_s * count, leaving_bytes)
         clock.wait(Resource.H2D, here_s)
-        self.back_s[cost.name] = back_s
-        self.weight_s[cost.name] = back_s if is_streamed(unit) else updated_s
-        computing_s = max(computed_s, updated_s - cost.gpu_update_s)
-        return clock.run(f"update {cost.name}", Resource.COMPUTE, cost.gpu_update_s, computing_s)
+        return updated_s, back_s
 
     def _used_slot(self, cost: UnitCost, unit: UnitPlan, end_s: float) -> None:
         if is_streamed(unit):
@@ -287,10 +315,17 @@ class _Step:
     def _renew_stem(self, stem: Sequence[tuple[UnitCost, UnitPlan]]) -> None:
         """Brings the stem's weights up to date where its states rest off the GPU."""
         for cost, unit in stem:
-            if unit.streams_states:
-                self._streamed_update(cost, unit, self.weight_s[cost.name], 0.0)
-            elif unit.weights == Tier.GPU and unit.updater == Updater.CPU and cost.num_trainable:
+            self._begin_divided(cost)
+            if self._is_published(cost, unit):
                 self._publish_one(cost)
+            elif unit.streams_states:
+                self._streamed_update(cost, unit, self.weight_s[cost.name], 0.0)
+
+    @staticmethod
+    def _is_published(cost: UnitCost, unit: UnitPlan) -> bool:
+        """Whether new weights come to the GPU, where they rest, from a copy on the host."""
+        on_host = unit.updater == Updater.CPU or updates_meet_at_home(cost, unit)
+        return not is_streamed(unit) and on_host and cost.num_trainable > 0
 
     def _publish_one(self, cost: UnitCost) -> None:
         """A resident weight that the CPU updated pays one H2D."""

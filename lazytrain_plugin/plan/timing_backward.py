@@ -10,7 +10,14 @@ import highspy
 from lazytrain_plugin.plan.capacity import offloaded_mib
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
-from lazytrain_plugin.plan.timing_forward import has_streams, last_sent_ms, loss_ms, stem_indices, worker_ms
+from lazytrain_plugin.plan.timing_forward import (
+    has_streams,
+    last_sent_ms,
+    loss_ms,
+    returns_weights,
+    stem_indices,
+    worker_ms,
+)
 from lazytrain_plugin.plan.variables import Expression, Variables
 from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Activations
@@ -219,7 +226,7 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         add = ms(micro_batches * cost.accumulate_s) * v.sends(u)
         worker = worker + worker_ms(problem, v, u) + add
         states = ms(problem.d2h_s(cost.streamed_out_bytes)) * v.streams_states(u)
-        states = states + ms(problem.d2h_s(cost.weight_bytes)) * v.homes["stream_update"][u]
+        states = states + ms(problem.d2h_s(cost.returned_weight_bytes)) * returns_weights(problem, v, u)
         per_micro = ms(cost.gradient_d2h_s) * v.sends(u) + ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)
         down = down + states + micro_batches * per_micro
         both = cost.rest_state_bytes + cost.weight_bytes
@@ -234,7 +241,8 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         sends = 1 - v.stem_on_gpu[s]
         worker = worker + ms(cost.cpu_update_s) * v.stem_on_worker(s) + ms(micro_batches * cost.accumulate_s) * sends
         down = down + ms(micro_batches * cost.gradient_d2h_s) * sends
-        down = down + ms(problem.d2h_s(cost.streamed_out_bytes)) * v.stem_streams[s]
+        returned = cost.streamed_out_bytes + (cost.returned_weight_bytes if problem.divides_updates else 0)
+        down = down + ms(problem.d2h_s(returned)) * v.stem_streams[s]
     for resource, load in (("worker", worker), ("d2h", down), ("nvme_read", read), ("nvme_write", write)):
         if not isinstance(load, (int, float)):
             model.addConstr(v.step_ms >= load, name=name("load", resource))

@@ -111,8 +111,14 @@ def add_forward_weights(model: highspy.Highs, problem: PlacementProblem, v: Vari
         before = _add_stem_copy(model, problem, v, s, before)
     for u, cost in enumerate(problem.units):
         arrives, copy = v.forward_weights_ms[u], ms(cost.weight_h2d_s)
-        states = ms(problem.h2d_s(cost.streamed_in_bytes)) * v.streams_states(u)
-        duration = copy * (v.streamed(u) + v.homes["mirror"][u]) + states
+        states, copied = _states_in_ms(problem, v, u), v.streamed(u) + v.homes["mirror"][u]
+        if problem.divides_updates:
+            copied = copied + v.homes["mirror_update"][u]
+            # New weights come from where all ranks' parts have met, while the states of later units pass.
+            met = v.states_back_ms[u] - _ahead_ms(problem, u) * (1 - v.streams_states(u)) if has_streams(v, u) else 0
+            model.addConstr(arrives >= met + copy * copied, name=name("weights_met", u))
+            states = _states_ahead_ms(problem, v, u)
+        duration = copy * copied + states
         if before is not None:
             model.addConstr(arrives >= before + duration, name=name("weights_order", u))
         model.addConstr(arrives >= v.updated_ms[u] + duration, name=name("weights_updated", u))
@@ -122,11 +128,23 @@ def add_forward_weights(model: highspy.Highs, problem: PlacementProblem, v: Vari
             if has_streams(v, u - problem.weight_slots):
                 left = v.states_back_ms[u - problem.weight_slots]
                 model.addConstr(arrives >= left + copy * v.streamed(u), name=name("weights_left", u))
-        if has_streams(v, u):
+        if has_streams(v, u) and not problem.divides_updates:
             _add_states_slot(model, problem, v, u, arrives, states)
         before = arrives
     for s in stem_indices(problem, first=False):
         before = _add_stem_copy(model, problem, v, s, before)
+
+
+def _states_in_ms(problem: PlacementProblem, v: Variables, u: int) -> Expression:
+    """What streamed states of unit u take to come to the GPU."""
+    return ms(problem.h2d_s(problem.units[u].streamed_in_bytes)) * v.streams_states(u)
+
+
+def _states_ahead_ms(problem: PlacementProblem, v: Variables, u: int) -> Expression:
+    """Divided updates: states that come between the weights of the unit before and those of unit u."""
+    last = len(problem.units) - 1
+    ahead = range(u + problem.state_slots, u + problem.state_slots + 1) if u else range(problem.state_slots + 1)
+    return sum(_states_in_ms(problem, v, later) for later in ahead if later <= last)
 
 
 def _add_states_slot(model, problem: PlacementProblem, v: Variables, u: int, arrives, states: Expression) -> None:
@@ -146,7 +164,12 @@ def _states_out_ms(problem: PlacementProblem, v: Variables, u: int) -> Expressio
     """What an update of streamed states sends back, weights included where they rest on the host."""
     cost = problem.units[u]
     states = ms(problem.d2h_s(cost.streamed_out_bytes)) * v.streams_states(u)
-    return states + ms(problem.d2h_s(cost.weight_bytes)) * v.homes["stream_update"][u]
+    return states + ms(problem.d2h_s(cost.returned_weight_bytes)) * returns_weights(problem, v, u)
+
+
+def returns_weights(problem: PlacementProblem, v: Variables, u: int) -> Expression:
+    """1 when a streamed update sends new weights to the host: they rest there, or all ranks' parts meet there."""
+    return v.streams_states(u) if problem.divides_updates else v.homes["stream_update"][u]
 
 
 def _ahead_ms(problem: PlacementProblem, u: int) -> float:
@@ -170,12 +193,12 @@ def add_forward(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
     first = ms(problem.units[0].forward_s)
     model.addConstr(v.forward_ms[0] >= gpu_updates + first, name="forward_after_gpu_updates")
     for s in stem_indices(problem, first=True):
-        update = ms(problem.stem[s].gpu_update_s) * v.stem_streams[s]
+        update = ms(problem.stem[s].streamed_update_s) * v.stem_streams[s]
         model.addConstr(
             v.forward_ms[0] >= v.stem_weights_ms[s] + update + first, name=name("forward_stem", problem.stem[s].name)
         )
     for u, cost in enumerate(problem.units):
-        duration = ms(cost.forward_s) + ms(cost.gpu_update_s) * v.streams_states(u)
+        duration = ms(cost.forward_s) + ms(cost.streamed_update_s) * v.streams_states(u)
         if u:
             model.addConstr(v.forward_ms[u] >= v.forward_ms[u - 1] + duration, name=name("forward_order", u))
         model.addConstr(v.forward_ms[u] >= v.forward_weights_ms[u] + duration, name=name("forward_weights", u))
@@ -185,7 +208,7 @@ def add_forward(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
     loss = loss_ms(problem)
     model.addConstr(v.loss_ms >= v.forward_ms[-1] + loss, name="loss_order")
     for s in stem_indices(problem, first=False):
-        update = ms(problem.stem[s].gpu_update_s) * v.stem_streams[s]
+        update = ms(problem.stem[s].streamed_update_s) * v.stem_streams[s]
         row = name("loss_weights", problem.stem[s].name)
         model.addConstr(v.loss_ms >= v.stem_weights_ms[s] + update + loss, name=row)
 
@@ -208,7 +231,9 @@ def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Vari
         if u > 1:
             before = before + ms(problem.d2h_s(MIB)) * offloaded_mib(problem.units[u - 2], v, u - 2)
         model.addConstr(v.states_back_ms[u] >= before + states, name=name("states_back_order", u))
-        if has_streams(v, u):
+        if has_streams(v, u) and problem.divides_updates:
+            _add_divided_return(model, problem, v, u)
+        elif has_streams(v, u):
             update = ms(cost.gpu_update_s) * v.streams_states(u)
             last_chunk = states * (1 / cost.state_chunks)
             model.addConstr(v.states_back_ms[u] >= here + update + last_chunk, name=name("states_back", u))
@@ -223,9 +248,27 @@ def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Vari
         model.addConstr(v.left_ms[u] >= v.forward_ms[u] + leaving, name=name("left", u))
 
 
+def _add_divided_return(model, problem: PlacementProblem, v: Variables, u: int) -> None:
+    """Divided updates don't wait for weights: their states come after those of units before."""
+    cost, streams = problem.units[u], v.streams_states(u)
+    last_chunk = _states_out_ms(problem, v, u) * (1 / cost.state_chunks)
+    update = ms(cost.streamed_update_s) * streams + last_chunk
+    before = u - problem.state_slots - 1
+    if before >= 0:
+        here = v.forward_weights_ms[before] + _states_in_ms(problem, v, u)
+    else:
+        here = sum(_states_in_ms(problem, v, earlier) for earlier in range(u + 1))
+    model.addConstr(v.states_back_ms[u] >= here + update, name=name("states_back", u))
+    if cost.num_trainable:
+        # Nothing is put off where the unit does not stream: its update must be done by its forward as well.
+        come = v.updated_ms[u] - _ahead_ms(problem, u) * (1 - streams)
+        model.addConstr(v.states_back_ms[u] >= come + _states_in_ms(problem, v, u) + update, name=name("states_due", u))
+
+
 def _add_stem_copy(model, problem: PlacementProblem, v: Variables, s: int, before):
     cost = problem.stem[s]
-    copy = ms(cost.weight_h2d_s if cost.num_trainable else 0.0) * v.stem_on_worker(s)
+    copied = v.stem_on_worker(s) + (v.stem_streams[s] if problem.divides_updates else 0)
+    copy = ms(cost.weight_h2d_s if cost.num_trainable else 0.0) * copied
     duration = copy + ms(problem.h2d_s(cost.streamed_in_bytes)) * v.stem_streams[s]
     arrives = v.stem_weights_ms[s]
     if before is not None:

@@ -16,6 +16,7 @@ from lazytrain_plugin.runtime import placing, streamed_module
 from lazytrain_plugin.runtime.activation_store import ActivationStore
 from lazytrain_plugin.runtime.cpu_update import CpuUpdates
 from lazytrain_plugin.runtime.discovery import Discovery
+from lazytrain_plugin.runtime.divided_updates import DividedUpdates
 from lazytrain_plugin.runtime.gradient_exchange import GradientExchange
 from lazytrain_plugin.runtime.gradients import GradientSink
 from lazytrain_plugin.runtime.homes import UnitHome
@@ -99,7 +100,7 @@ class Executor:
         self._nvme = NvmeStores(nvme, native=native, pin=self.streams.is_cuda)
         if nvme is not None:
             self.activations.nvme = NvmeActivations(self.streams, nvme)
-        self._streamed_updates = StreamedUpdates(self.streams)
+        self._streamed_updates = StreamedUpdates(self.streams) if ranks is None else DividedUpdates(self.streams)
         if ranks is None:
             self._arrivals, self._updates = self._sink, CpuUpdates(self, self._nvme)
         else:
@@ -107,7 +108,7 @@ class Executor:
             self._arrivals = GradientExchange(
                 ranks, between, self._sink, self.streams, self._table, average=average_gradients
             )
-            self._updates = SharedUpdates(self, self._nvme, ranks)
+            self._updates = SharedUpdates(self, self._nvme, ranks, self._streamed_updates)
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         groups = self.optimizer.param_groups if self.optimizer is not None and self.updater is not None else []
@@ -341,10 +342,10 @@ class Executor:
         self._nvme.read_ahead(arrivals)
         for unit, arrived in arrivals.items():
             resolve = partial(self._outside.settle_asked, unit)
-            if unit.home.plan.streams_states:
+            if unit.home.plan.streams_states and self.ranks is None:
                 self.forget_copies(unit)  # the weights at home may have been changed since
                 self._streamed_updates.queue(unit, arrived, scalars, self.updater, gradients_done, resolve)
-            elif unit.home.updates_on_gpu:
+            elif unit.home.states_on_gpu:
                 with self.streams.computing(f"update {unit.name}"):
                     self.updater.update(unit, arrived, scalars)
                 unit.home.drop_gradients()

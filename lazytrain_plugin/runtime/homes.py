@@ -28,7 +28,8 @@ class UnitHome:
     """Weights, remainders, moments and gradients of one unit.
 
     Weights rest on the GPU (`gpu_weights`) or in host memory (`host_weights`); a GPU-resident unit with a CPU
-    updater has both, the host copy being what the update kernel works on. States and gradients are on the
+    updater has both, the host copy being what the update kernel works on (with several `ranks` also where states pass
+    the GPU: each updates a part, and they meet at home). States and gradients are on the
     updater's side, or in host memory from where they pass the GPU for their update. Moments exist only for `native`
     updates; the generic path keeps its own states. States on NVMe are in memory within `states_in_memory` only;
     gradients there within `gradients_in_memory`, and sums over micro-batches within `sums_in_memory`.
@@ -57,7 +58,8 @@ class UnitHome:
         self.states_on_gpu = plan.states == Tier.GPU
         pin = device.type == "cuda"
         trained = layout.state_numel > 0
-        needs_host_weights = not self.on_gpu or (trained and not self.updates_on_gpu)
+        updated_at_home = not self.updates_on_gpu or (ranks is not None and plan.streams_states)
+        needs_host_weights = not self.on_gpu or (trained and updated_at_home)
         self.nvme_weights: NvmeWeights | None = None
         if plan.weights == Tier.NVME:
             self.nvme_weights = nvme.weights(layout.weight_bytes, what=f"weights of {plan.name}")

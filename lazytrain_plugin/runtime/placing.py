@@ -71,9 +71,8 @@ def begin_alike(units: list[Unit], ranks: RankGroup) -> None:
 def refuse_for_several_ranks(plan: PlacementPlan) -> None:
     """Raises PlanMismatchError for what only one rank can carry out."""
     for unit in (*plan.units, *plan.stem):
-        if unit.streams_states or Tier.NVME in (unit.weights, unit.states, unit.gradient_tier):
-            what = "states that pass the GPU for their update" if unit.streams_states else "a home on NVMe"
+        if Tier.NVME in (unit.weights, unit.states, unit.gradient_tier):
             raise PlanMismatchError(
-                f"the plan gives {unit.name} {what}, which this version does for one rank only; make the plan without "
-                "(leave nvme_path out), or train with --num_processes 1"
+                f"the plan gives {unit.name} a home on NVMe, which this version does for one rank only; make the plan "
+                "without (leave nvme_path out), or train with --num_processes 1"
             )

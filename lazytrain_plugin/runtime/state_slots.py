@@ -26,8 +26,11 @@ from lazytrain_plugin.units import align_up
 BLOCK = ALIGNMENT_ELEMENTS
 GRADIENT_BYTES_PER_BLOCK = {16: 4 * BLOCK, 8: 2 * BLOCK + 2 * BLOCK // CODE_BLOCK}
 """By gradient bits, at most: of the sum, and of gradients with the padding between small ones."""
-PADDING_BYTES = 1024
+WEIGHT_BYTES_PER_BLOCK = 4 * BLOCK
+"""Of weights, at most, with the padding between small ones."""
+PADDING_BYTES = 5 * BLOCK
 """Between the parts of a chunk."""
+WEIGHTS = "weights"
 GRADIENT = "gradient"
 STEPS = "steps"
 """Of a gradient in codes, beside `GRADIENT` or `ACCUMULATOR`."""
@@ -69,12 +72,21 @@ class Chunk:
         return start, end
 
 
-def cut(arrived: dict[UnitTensor, Arrival], layout: FlatLayout, max_blocks: int) -> list[Chunk]:
-    """Chunks of at most `max_blocks` blocks of 256 elements that hold every arrived tensor, in storage order."""
+def cut(
+    arrived: dict[UnitTensor, Arrival], layout: FlatLayout, max_blocks: int, part: tuple[int, int] | None = None
+) -> list[Chunk]:
+    """Chunks of at most `max_blocks` blocks of 256 elements that hold every arrived tensor, in storage order.
+
+    Args:
+        part: [first, end) of the trained elements, whole blocks of 256, to which they are limited.
+    """
     chunks = []
+    begin, stop = (0, layout.state_numel) if part is None else part
     for run in _runs(arrived, layout):
-        first = run[0].state_offset // BLOCK
-        end = run[-1].state_offset // BLOCK + _blocks(run[-1])
+        first = max(run[0].state_offset, begin) // BLOCK
+        end = min(run[-1].state_offset // BLOCK + _blocks(run[-1]), stop // BLOCK)
+        if first >= end:
+            continue
         count = -(-(end - first) // max_blocks)
         size = -(-(end - first) // count)  # equal parts: a short one at the end would leave a buffer idle
         for start in range(first, end, size):
@@ -107,13 +119,14 @@ def _spans(run: list[UnitTensor], start: int, end: int) -> Iterator[Span]:
             yield Span(tensor, first, last - first)
 
 
-def bytes_per_block(home: UnitHome) -> int:
-    """What 256 elements of a unit take in a slot: states, and the gradient or its sum."""
+def bytes_per_block(home: UnitHome, *, with_weights: bool = False) -> int:
+    """What 256 elements of a unit take in a slot: states, the gradient or its sum, and weights that pass with them."""
     flats = state_flats(home.layout, home.plan, native=True)
     num_blocks = home.layout.state_numel // BLOCK
     return (
         sum(dtype.itemsize * numel for _, dtype, numel in flats) // num_blocks
         + GRADIENT_BYTES_PER_BLOCK[home.plan.gradient_bits]
+        + (WEIGHT_BYTES_PER_BLOCK if with_weights else 0)
     )
 
 
@@ -123,6 +136,10 @@ class Staged:
     def __init__(self, chunk: Chunk, parts: dict[str, torch.Tensor], plan: UnitPlan) -> None:
         self._chunk, self._parts = chunk, parts
         self._state_bits, self._gradient_bits = plan.state_bits, plan.gradient_bits
+
+    def weight(self, span: Span) -> torch.Tensor | None:
+        """None: the weights did not pass with the states."""
+        return self._dense(WEIGHTS, "weight_offset_bytes", span) if WEIGHTS in self._parts else None
 
     def remainder(self, span: Span) -> torch.Tensor | None:
         return self._elements("remainder", span) if span.tensor.is_split else None
@@ -141,10 +158,14 @@ class Staged:
             return codes.part(self._first(span), span.numel)
         if summed:
             return self._elements(ACCUMULATOR, span)
+        return self._dense(GRADIENT, "gradient_offset_bytes", span)
+
+    def _dense(self, key: str, offset_name: str, span: Span) -> torch.Tensor:
+        """From a part in which tensors lie in their own dtypes."""
         itemsize = span.tensor.dtype.itemsize
-        start = span.tensor.gradient_offset_bytes + span.start * itemsize
-        start -= self._chunk.byte_range("gradient_offset_bytes")[0]
-        return self._parts[GRADIENT][start : start + span.numel * itemsize].view(span.tensor.dtype)
+        start = getattr(span.tensor, offset_name) + span.start * itemsize
+        start -= self._chunk.byte_range(offset_name)[0]
+        return self._parts[key][start : start + span.numel * itemsize].view(span.tensor.dtype)
 
     def _first(self, span: Span) -> int:
         return span.tensor.state_offset + span.start - self._chunk.first_element
@@ -155,9 +176,14 @@ class Staged:
 
 
 class StateSlot:
-    """One staging buffer, and the stream on which everything happens to it."""
+    """One staging buffer, and the stream on which everything happens to it.
 
-    def __init__(self, nbytes: int, streams: Streams) -> None:
+    Args:
+        with_weights: weights in host memory come and leave with their states.
+    """
+
+    def __init__(self, nbytes: int, streams: Streams, *, with_weights: bool = False) -> None:
+        self.with_weights = with_weights
         self._memory = torch.empty(nbytes + PADDING_BYTES, dtype=torch.uint8, device=streams.device)
         self.stream = streams.slot_stream()
         streams.wait(self.stream, streams.record())  # its memory may be what running kernels still read
@@ -173,7 +199,7 @@ class StateSlot:
         return Staged(chunk, parts, home.plan)
 
     def store(self, home: UnitHome, chunk: Chunk) -> None:
-        """Starts bringing the states of the chunk that was loaded last home, on the current stream."""
+        """Starts bringing what was updated of the chunk that was loaded last home, on the current stream."""
         end = 0
         for key, _, buffer, start, nbytes in self._pieces(home, chunk):
             if key not in (GRADIENT, ACCUMULATOR, STEPS):
@@ -196,6 +222,9 @@ class StateSlot:
         else:
             start, end = chunk.byte_range("gradient_offset_bytes")
             yield GRADIENT, torch.uint8, home.gradient_buffer, start, end - start
+        if self.with_weights:
+            start, end = chunk.byte_range("weight_offset_bytes")
+            yield WEIGHTS, torch.uint8, home.host_buffer, start, end - start
         for key, dtype, numel in flats:
             block_bytes = numel // num_blocks * dtype.itemsize
             start = chunk.first_element // BLOCK * block_bytes

@@ -106,9 +106,22 @@ class StreamedUpdates:
         self._place = {unit: i for i, unit in enumerate(forward_order)}
         self._weight_slots = weight_slots
         streaming = [unit for unit in forward_order if unit.home.plan.streams_states and unit.trained]
-        sizes = [bytes_per_block(unit.home) * (unit.layout.state_numel // 256) for unit in streaming]
+        sizes = [self._bytes_per_block(unit.home) * (self._numel(unit.home) // BLOCK) for unit in streaming]
         self._slot_bytes = min(max(sizes, default=0), STEM_STAGING_BYTES)
-        self._slots = [StateSlot(self._slot_bytes, self._streams) for _ in range(plan.state_slots if streaming else 0)]
+        count = plan.state_slots if streaming else 0
+        self._slots = [
+            StateSlot(self._slot_bytes, self._streams, with_weights=self._with_weights) for _ in range(count)
+        ]
+
+    _with_weights = False
+    """Whether weights pass with their states, instead of in a weight slot."""
+
+    def _bytes_per_block(self, home: UnitHome) -> int:
+        return bytes_per_block(home, with_weights=self._with_weights)
+
+    def _numel(self, home: UnitHome) -> int:
+        """Trained elements of a unit that pass."""
+        return home.layout.state_numel
 
     def close(self) -> None:
         """Gives the staging buffers back. Everything must be at rest."""
@@ -130,7 +143,7 @@ class StreamedUpdates:
             resolve: waits for the update and calls `unit.settle`.
         """
         steps = {tensor: updater.next_step(tensor, scalars) for tensor in arrived}
-        max_blocks = self._slot_bytes // bytes_per_block(unit.home)
+        max_blocks = self._slot_bytes // self._bytes_per_block(unit.home)
         chunks = cut(arrived, unit.layout, max_blocks)
         if not chunks:
             return  # tensors without elements
@@ -177,7 +190,7 @@ class StreamedUpdates:
         with streams.on(slot.stream):
             for event in (self._arrived, unit.gradient_event, before):
                 streams.wait(slot.stream, event)
-            num_bytes = chunk.numel // BLOCK * bytes_per_block(home)
+            num_bytes = chunk.numel // BLOCK * self._bytes_per_block(home)
             with streams.span(f"states {unit.name}", Resource.H2D, stream=slot.stream, num_bytes=num_bytes):
                 staged = slot.load(home, chunk)
         self._arrived = streams.record(slot.stream)
@@ -198,7 +211,7 @@ class StreamedUpdates:
         unit.gradients_read_event, unit.returned_event = self._arrived, self._returned
         if weights is not None:
             weights.ready, weights.left = self._updated, self._returned
-        else:
+        elif not slot.with_weights:
             unit.publish_event = self._updated
 
     @staticmethod
@@ -208,10 +221,13 @@ class StreamedUpdates:
         batch = Batch()
         for span in chunk.spans:
             tensor = span.tensor
-            weight = tensor.weight_view(weights.flat) if weights is not None else home.weight(tensor)
+            weight = staged.weight(span)
+            if weight is None:
+                whole = tensor.weight_view(weights.flat) if weights is not None else home.weight(tensor)
+                weight = whole[span.start : span.start + span.numel]
             update_span(
                 tensor,
-                weight[span.start : span.start + span.numel],
+                weight,
                 staged.remainder(span),
                 staged.gradient(span),
                 (staged.moment("exp_avg", span), staged.moment("exp_avg_sq", span)),

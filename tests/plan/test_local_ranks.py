@@ -7,10 +7,12 @@ import pytest
 from lazytrain_plugin.errors import ConfigError, InfeasiblePlanError
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import check_plan
+from lazytrain_plugin.plan.choices import HOMES
 from lazytrain_plugin.plan.greedy import greedy_plan, leanest_plan
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
+from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Activations, Tier
 from tests.plan import builders
@@ -84,3 +86,53 @@ def test_links_share_host_memory_and_gradients_are_divided():
 def test_no_ranks():
     with pytest.raises(ConfigError, match="local_ranks 0"):
         PlanRequest(local_ranks=0)
+
+
+STREAMING = Capabilities(streamed_states=True)
+
+
+def streaming(home, **costs):
+    """The replayed step of three ranks whose units all stream their states."""
+    _, three = problems(capabilities=STREAMING)
+    three = replace(three, units=tuple(replace(unit, **costs) for unit in three.units))
+    plan = leanest_plan(three)
+    plan = plan.with_units(**HOMES[home])
+    return three, plan, simulate(three, plan, record=True)
+
+
+@pytest.mark.parametrize("home", ["stream_update", "mirror_update"])
+def test_a_rank_streams_its_part_and_fetches_whole_weights_from_home(home):
+    three, plan, times = streaming(home)
+    cost = three.units[1]
+    states = cost.rest_state_bytes + cost.gradient_bytes + cost.weight_bytes
+    assert cost.streamed_in_bytes == states // 3
+    events = {event.name: event for event in times.events}
+    came, left = events[f"states {cost.name}"], events[f"states {cost.name} (back)"]
+    assert came.num_bytes == states // 3
+    assert left.num_bytes == pytest.approx((cost.rest_state_bytes + cost.weight_bytes) / 3, abs=2)
+    fetched = events[f"weights {cost.name} (forward)" if home == "stream_update" else f"publish {cost.name}"]
+    assert fetched.start_s >= left.end_s and fetched.num_bytes == cost.weight_bytes
+    assert events[f"forward {cost.name}"].start_s >= fetched.end_s
+    # States of the units after it don't wait for that.
+    assert events[f"states {three.units[3].name}"].end_s <= fetched.start_s
+    # The host has a copy of what rests on the GPU.
+    host = account(three, plan).cpu["units: weights and states"]
+    assert host == sum(unit.weight_bytes + unit.state_bytes for unit in three.units)
+
+
+def test_the_program_plans_divided_updates():
+    model = builders.model(6)
+    # A slow worker, so that states had best pass the GPU.
+    machine = builders.hardware(cpu_update_32bit_shared_parameters_per_s=1e7)
+    request = PlanRequest(max_tokens=TOKENS, capabilities=STREAMING, local_ranks=2)
+    problem = build_problem(model, machine, request)
+    need = account(problem, leanest_plan(problem)).need_bytes()
+    room = {"gpu_budget_bytes": need["gpu"] + 20 * MIB, "cpu_budget_bytes": need["cpu"] + 400 * MIB}
+    request = replace(request, **room)
+    plan = make_plan(model, machine, request)
+    check_plan(plan, model, machine, request)
+    assert any(unit.streams_states for unit in (*plan.units, *plan.stem))
+    problem = build_problem(model, machine, request)
+    step_s, lean_s = (simulate(problem, found).step_s for found in (plan, leanest_plan(problem)))
+    assert step_s < lean_s / 2
+    assert plan.solver["gap_frac"] > -0.01  # the program's bound is not above the replay

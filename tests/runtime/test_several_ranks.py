@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.comm.topology import Topology
-from lazytrain_plugin.runtime import activation_store
+from lazytrain_plugin.runtime import activation_store, streamed_updates
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.vocab import Tier
@@ -20,7 +20,7 @@ from tests.comm.ranks import succeed
 from tests.runtime.rig import HIDDEN, VOCAB, Block, Model, make_executor, plan_for
 
 STEPS = 5
-HOMES = ["cpu", "gpu", "mirror", "mixed"]
+HOMES = ["cpu", "gpu", "mirror", "mixed", "streamed", "streamed from gpu", "every kind"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.multiprocess
 
@@ -82,10 +82,13 @@ CASES = {
     "8 bit, fp32": {"model": "wide", "state_bits": 8},
     "8 bit": {"model": "wide", "dtype": torch.bfloat16, "state_bits": 8},
     "8 bit, mirror": {"model": "wide", "dtype": torch.bfloat16, "state_bits": 8, "home": "mirror"},
+    "8 bit, streamed": {"model": "wide", "dtype": torch.bfloat16, "state_bits": 8, "home": "streamed"},
+    "8 bit, every kind": {"model": "wide", "dtype": torch.bfloat16, "state_bits": 8, "home": "every kind"},
     "clip": {"model": "wide", "max_norm": 0.1},
     "clip, mixed": {"model": "wide", "max_norm": 0.1, "home": "mixed"},
     "accumulation": {"model": "wide", "accumulation": 3, "max_norm": 0.1},
     "accumulation, mixed": {"model": "wide", "accumulation": 3, "max_norm": 0.1, "home": "mixed"},
+    "accumulation, streamed": {"model": "wide", "accumulation": 3, "max_norm": 0.1, "home": "streamed"},
     "keep": {"model": "wide", "keep": "all"},
     "offload": {"model": "wide", "keep": "mixed", "offload": True},
     "offload, accumulation": {"model": "wide", "keep": "all", "offload": True, "accumulation": 3, "max_norm": 0.1},
@@ -94,10 +97,17 @@ CASES = {
     "twice": {"model": "twice"},
     "frozen": {"model": "frozen"},
     "skips": {"model": "skips"},
+    "skips, streamed": {"model": "skips", "home": "streamed"},
+    "twice, streamed": {"model": "twice", "home": "every kind"},
 }
 SAME_BITS = [(f"wide, {home}", "wide, cpu") for home in HOMES[1:]] + [
     ("bf16, mixed", "bf16"),
     ("8 bit, mirror", "8 bit"),
+    ("8 bit, streamed", "8 bit"),
+    ("8 bit, every kind", "8 bit"),
+    ("accumulation, streamed", "accumulation"),
+    ("skips, streamed", "skips"),
+    ("twice, streamed", "twice"),
     ("clip, mixed", "clip"),
     ("accumulation, mixed", "accumulation"),
     ("keep", "wide, cpu"),
@@ -172,6 +182,7 @@ def run_case(ranks, device, world_size, case):
 
 def every_case(rank, device, world_size, names, ranks_per_node=None):
     activation_store.SMALLEST_BYTES = 1
+    streamed_updates.STEM_STAGING_BYTES = 12 << 10  # units pass in several chunks
     topology = None if ranks_per_node is None else Topology.consecutive(world_size, ranks_per_node)
     ranks = RankGroup(device, topology=topology)
     return {name: run_case(ranks, device, world_size, CASES[name]) for name in names}
@@ -183,7 +194,7 @@ def two(request):
 
 
 def one_rank(name, device, world_size):
-    if name != "skips":
+    if not name.startswith("skips"):
         return run_case(None, torch.device(device), world_size, CASES[name])
     # Ranks skip by their own first row: micro-batches stand for them.
     case = {"model": "skips"}

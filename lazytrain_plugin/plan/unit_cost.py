@@ -1,0 +1,163 @@
+"""`UnitCost`: what one unit costs in a step, per choice, in bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from lazytrain_plugin.plan.formats import coded_bytes
+from lazytrain_plugin.profile.model import UnitRole
+from lazytrain_plugin.units import MIB
+from lazytrain_plugin.vocab import Activations
+
+STEM_STAGING_BYTES = 256 * MIB
+"""A unit's states pass the GPU in chunks of at most this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyCost:
+    """One way of saving activations between nothing and everything."""
+
+    saved_bytes: int
+    """As it is, in 16 bits (fp32 in 32)."""
+    recompute_frac: float
+    """Share of the forward that runs again in backward."""
+    attention_bytes: int = 0
+    """Of `saved_bytes`: never in fewer bits."""
+    element_bytes: int = 2
+    bits: int = 16
+    """What the planner plans with: the fewest that the fidelity allows."""
+    coding_frac: float = 0.0
+    """What encoding and decoding take, as a share of the forward."""
+
+    def bytes_in(self, bits: int) -> int:
+        """What is saved when all but attention is in so many bits."""
+        return self.attention_bytes + coded_bytes(self.saved_bytes - self.attention_bytes, self.element_bytes, bits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCost:
+    """Bytes and seconds of one unit at the planned micro-batch."""
+
+    name: str
+    role: UnitRole
+    num_trainable: int
+    weight_bytes: int
+    gradient_bytes: int
+    remainder_bytes: int
+    moment_bytes: int
+    accumulator_bytes: int
+    """Sums over micro-batches; 0 without accumulation."""
+    gradient_code_bytes: int = 0
+    """The gradients in 8-bit codes, as they rest and leave the GPU; 0: they do so as they are."""
+    boundary_bytes: int = 0
+    kept_bytes: int = 0
+    workspace_bytes: int = 0
+    """Recompute and its backward at their fullest, beyond the input."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """Without the recompute, which costs `forward_s`."""
+    weight_h2d_s: float = 0.0
+    gradient_d2h_s: float = 0.0
+    cpu_update_s: float = 0.0
+    gpu_update_s: float = 0.0
+    staged_bytes: int = 0
+    """What passes the GPU for a streamed update, with the room that a slot has for it."""
+    state_slot_bytes: int = 0
+    """Staging buffer on the GPU through which the unit's states pass, chunk by chunk."""
+    state_chunks: int = 1
+    """Parts in which the states pass."""
+    accumulate_s: float = 0.0
+    """Host time to add one micro-batch's gradients; 0 without accumulation."""
+    ranks: int = 1
+    """Ranks of the machine among which the unit's update is divided."""
+    strategies: Mapping[Activations, StrategyCost] = field(default_factory=dict)
+    """Other than KEEP. RECOMPUTE is there where less than the whole forward runs again."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Remainder, moments, gradients and accumulators: what rests at the updater's side beside the weights."""
+        return self.rest_state_bytes + self.gradient_rest_bytes + self.accumulator_bytes
+
+    @property
+    def gradient_rest_bytes(self) -> int:
+        """Gradients at rest, and on their way there. While autograd makes them they take `gradient_bytes`."""
+        return self.gradient_code_bytes or self.gradient_bytes
+
+    @property
+    def rest_state_bytes(self) -> int:
+        """Remainder and moments: what an update reads and writes beside the weights."""
+        return self.remainder_bytes + self.moment_bytes
+
+    @property
+    def streamed_in_bytes(self) -> int:
+        """What crosses to the GPU for a streamed update, beside the weights: states and the gradient (or its sum).
+
+        With several ranks it is each one's part, and that of the weights goes along.
+        """
+        states = self.rest_state_bytes + (self.accumulator_bytes or self.gradient_rest_bytes)
+        return states if self.ranks == 1 else (states + self.weight_bytes) // self.ranks
+
+    @property
+    def streamed_out_bytes(self) -> int:
+        """What comes back from a streamed update beside the weights, which return where they rest on the host."""
+        return self.rest_state_bytes // self.ranks
+
+    @property
+    def returned_weight_bytes(self) -> int:
+        """New weights that come back from a streamed update, where they rest on the host or have a copy there."""
+        return self.weight_bytes // self.ranks
+
+    @property
+    def streamed_update_s(self) -> float:
+        """The GPU's own time for a streamed update."""
+        return self.gpu_update_s / self.ranks
+
+    def planned_bits(self, activations: Activations) -> int:
+        """In how many bits the planner takes what a strategy saves."""
+        return self.strategies[activations].bits if activations in self.strategies else 16
+
+    def saved_bytes(self, activations: Activations, bits: int | None = None) -> int:
+        """What a strategy saves beside the input; `bits` None: in those that the planner plans with."""
+        if activations == Activations.RECOMPUTE:
+            return 0
+        if activations == Activations.KEEP:
+            return self.kept_bytes
+        return self.strategies[activations].bytes_in(self.planned_bits(activations) if bits is None else bits)
+
+    def boundary_bytes_in(self, bits: int) -> int:
+        """The unit's input in so many bits."""
+        strategy = self.strategies.get(Activations.MATMULS)
+        return coded_bytes(self.boundary_bytes, strategy.element_bytes if strategy else 2, bits)
+
+    def recompute_s(self, activations: Activations) -> float:
+        """What a strategy computes again in backward, encoding and decoding included."""
+        if activations == Activations.RECOMPUTE and activations not in self.strategies:
+            return self.forward_s
+        if activations == Activations.KEEP:
+            return 0.0
+        strategy = self.strategies[activations]
+        return (strategy.recompute_frac + strategy.coding_frac) * self.forward_s
+
+    def can(self, activations: Activations) -> bool:
+        """Whether the unit's profile knows the strategy, and it saves anything."""
+        if activations == Activations.KEEP:
+            return self.kept_bytes > 0
+        return activations == Activations.RECOMPUTE or activations in self.strategies
+
+    def divided(self, ranks: int) -> UnitCost:
+        """The unit for one of several ranks, which each update a part of it.
+
+        Gradients meet on the GPUs, from where each rank sends its part home.
+        """
+        # Weights pass the GPU with their states, in the room of fp32.
+        staged_bytes = (self.staged_bytes + 4 * self.num_trainable) // ranks
+        return replace(
+            self,
+            ranks=ranks,
+            gradient_d2h_s=self.gradient_d2h_s / ranks,
+            staged_bytes=staged_bytes,
+            state_slot_bytes=min(STEM_STAGING_BYTES, staged_bytes),
+            state_chunks=max(1, -(-staged_bytes // STEM_STAGING_BYTES)),
+        )
