@@ -122,7 +122,10 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             least_tokens=self.train_micro_batch_size_per_gpu(),
             ranks=ranks,
         )
-        self._planner = make_planner() if ranks is None else AgreedPlanner(ranks, make_planner)
+        if ranks is None:
+            self._planner = make_planner()
+        else:
+            self._planner = AgreedPlanner(ranks, make_planner, adapts=config.plan.adapt and config.plan.path is None)
         executor = Executor(
             self.module,
             found,

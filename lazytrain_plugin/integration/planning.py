@@ -78,7 +78,7 @@ class Planner:
         self._search: BackgroundSolve | None = None
         self._current: PlacementPlan | None = None
         self._compiled = False
-        self._swaps_left = MOST_SWAPS if config.plan.adapt and ranks is None else 0
+        self._swaps_left = MOST_SWAPS if config.plan.adapt else 0
         self._cache = PlanCache(enabled=config.plan.cache)
         self._fixed = self._load_fixed_plan()
         if self._fixed is None:

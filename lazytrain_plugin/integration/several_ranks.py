@@ -117,10 +117,12 @@ class AgreedPlanner:
 
     Args:
         make: the planner; called on the first rank only.
+        adapts: whether it may find a better plan while the model trains.
     """
 
-    def __init__(self, ranks: RankGroup, make: Callable[[], Planner]) -> None:
+    def __init__(self, ranks: RankGroup, make: Callable[[], Planner], *, adapts: bool) -> None:
         self._ranks = ranks
+        self._adapts = adapts
         self._planner: Planner | None = None
         self._planned_tokens = 0
 
@@ -155,8 +157,24 @@ class AgreedPlanner:
         return None if text is None else PlacementPlan.from_json(text)
 
     def better_plan(self) -> PlacementPlan | None:
-        """Never: all ranks would have to change to it at once."""
-        return None
+        """As `Planner.better_plan`, on every rank. Each calls it when a window of micro-batches begins."""
+        if not self._adapts:
+            return None
+        found, error = None, None
+        if self._planner is not None:
+            try:
+                found = self._planner.better_plan()
+            except Exception as raised:  # which the others, who wait, must hear of
+                error = raised
+        if not self._ranks.maximum([int(found is not None or error is not None)], "look for a better plan")[0]:
+            return None
+
+        def answer() -> PlacementPlan:
+            if error is not None:
+                raise error
+            return found
+
+        return self._from_first(answer)
 
     def predicted(self, plan: PlacementPlan) -> StepTimes | None:
         """The replay on the first rank; None on the others, which have no planner."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from lazytrain_plugin.vocab import Activations, Tier, Updater
 from tests.comm.ranks import succeed
 from tests.runtime.rig import VOCAB, Model
 from tests.runtime.test_several_ranks import WideBlock
@@ -130,7 +131,42 @@ def two_from_one(rank, device, folder):
     out["overflow"] = overflow(engine, rank)
     engine.destroy()
     out["balanced"] = balanced(rank, 2)
+    out["swapping"] = swapping(rank)
+    out["swap fails"] = swap_fails(rank)
     return out
+
+
+def swapping(rank):
+    """Masters and plans after training in which the first rank finds a better plan, and in which none does."""
+    found = []
+    for swaps in (True, False):
+        engine = make_engine(0, 2)
+        executor = engine.lazytrain.executor
+        if rank == 0 and swaps:
+            plan = executor.plan.with_units(activations=Activations.KEEP, boundary=Tier.CPU, updater=Updater.GPU)
+            ready = iter([None, plan, None, None])
+            engine._planner._planner.better_plan = lambda ready=ready: next(ready)
+        train(engine, rank, 2, range(STEPS))
+        found.append((masters(engine), executor.plan.to_json()))
+        engine.destroy()
+    return found
+
+
+def swap_fails(rank):
+    """The first rank's search fails: what each rank raises."""
+    engine = make_engine(0, 2)
+
+    def fails():
+        raise ValueError("no disk to search on")
+
+    if rank == 0:
+        engine._planner._planner.better_plan = fails
+    try:
+        train(engine, rank, 2, range(2))
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.destroy()
 
 
 def balanced(rank, world_size):
@@ -328,6 +364,19 @@ def test_a_larger_batch_on_one_rank_plans_for_all(again):
     (first, planned_tokens), (second, other_planned_tokens) = (rank["larger"] for rank in again)
     assert planned_tokens == other_planned_tokens == 9 * 7
     same(first, second)
+
+
+def test_all_ranks_change_to_a_better_plan_at_once(again):
+    """One whose states pass the device for their update."""
+    (swapped, plan), (stayed, other_plan) = again[0]["swapping"]
+    assert plan != other_plan and '"updater": "gpu"' in plan
+    assert [found[1] for found in again[1]["swapping"]] == [plan, other_plan]
+    same(swapped, stayed)
+    same(swapped, again[1]["swapping"][0][0])
+
+
+def test_a_search_that_fails_on_the_first_rank_ends_all(again):
+    assert [rank["swap fails"] for rank in again] == ["no disk to search on"] * 2
 
 
 def test_an_overflow_on_one_rank_makes_all_skip(again):
