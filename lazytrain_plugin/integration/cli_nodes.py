@@ -10,7 +10,8 @@ from rich.text import Text
 
 from lazytrain_plugin.comm.predict import TABLE_LATENCY_S, coded_bytes_per_element, predicted_speedup
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.plan.network import Cluster, node_host_bytes, predict_step
+from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.network import Cluster, predict_step
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -78,7 +79,7 @@ def explain_cluster(problem: PlacementProblem, plan: PlacementPlan, cluster: Clu
             f"{times.step_s:.3f} s",
             f"{times.tokens_per_s(variant, problem):,.0f}",
         )
-    host = format_bytes(node_host_bytes(problem, plan, cluster))
+    host = format_bytes(account(problem, plan).need_bytes()["cpu"])
     lines = [f"host memory of a node, its homes shared by its ranks: {host}"]
     if cluster.nodes > 1:
         links = {"nodes": cluster.nodes, "ranks_per_link": cluster.ranks_per_node}

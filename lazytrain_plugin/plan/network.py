@@ -1,17 +1,18 @@
-"""A step of several nodes: what one rank's step costs when homes are sharded inside a node, and what the network adds.
+"""A step of several ranks and nodes: what one rank's step costs, and what the exchange of gradients adds.
 
-The node. Every unit's weights and states are there once, sharded over the node's ranks: each copies its share over its
-own PCIe link, an all-gather makes the whole unit out of the shares, and a reduce-scatter of gradients leaves each rank
-its share. The hardware profile describes the node with one of its GPUs: host memory, cores and disk are shared,
-GPUs and their links are there once per rank. What a rank has for itself (its GPU; staging buffers, activations and the
-process in host memory) is counted in full for each.
+The node. The hardware profile describes it with one of its GPUs: host memory, cores and disk are shared, GPUs and their
+links are there once per rank. `PlanRequest.local_ranks` says how many share it; the problem then holds what the runtime
+does: homes are there once, each rank copies whole units over its own link, updates its part, and has activations,
+buffers and a process of its own.
 
-The network. Each node has its own copy, so only gradients cross: of each unit, when its last micro-batch's backward
-has computed them, in the order in which they are final, one after the other over the node's link. The next step
-begins when the last one has arrived, because the clip factor needs all of them; until then the network works beside
+The exchange. Of each unit, in each micro-batch's backward as soon as its gradients are computed, the ranks of a node
+exchange their parts over the links inside it, and nodes average those over the network. One unit follows the other. The
+next step begins when the last has arrived, because the clip factor needs all of them; until then the links work beside
 backward. So
 
-    step = step without a network + how much later than the end of backward the last gradient is reduced
+    step = step without them + how much later than the end of backward the last gradient is reduced
+
+or the time that they need for all micro-batches, if that is longer.
 """
 
 from __future__ import annotations
@@ -19,20 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from lazytrain_plugin.errors import ConfigError, InfeasiblePlanError
-from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.planner import make_plan
-from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, build_problem
+from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import Event, Resource, StepTimes, simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile, UnitRole
-from lazytrain_plugin.units import GIB
-
-HOME_LINES = ("units: weights and states", "stem: weights and states")
-"""What of a ledger a node has once."""
-LINK_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "h2d_shared_bytes_per_s", "d2h_shared_bytes_per_s")
+from lazytrain_plugin.vocab import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +71,7 @@ class Cluster:
         return self.latency_s + self.wire_bytes(num_elements) / self.network_bytes_per_s
 
     def inside_s(self, num_bytes: int) -> float:
-        """An all-gather or reduce-scatter of a unit inside a node."""
+        """One exchange of a unit's parts inside a node."""
         return (self.ranks_per_node - 1) / self.ranks_per_node * num_bytes / self.inside_bytes_per_s
 
 
@@ -87,66 +83,47 @@ class ClusterTimes:
     network_s: float
     """How long the network works in a step."""
     exposed_s: float
-    """The part of it that nothing hides."""
+    """What of the exchange, inside nodes and between them, nothing hides."""
     wire_bytes: float
     """What a node sends in a step."""
     rank: StepTimes
-    """The step without a network."""
+    """The step without the exchange."""
 
     def tokens_per_s(self, cluster: Cluster, problem: PlacementProblem) -> float:
         """Of the whole job, at the largest micro-batch."""
         return cluster.ranks * problem.max_tokens * problem.accumulation_steps / self.step_s
 
 
-def shard_problem(problem: PlacementProblem, cluster: Cluster) -> PlacementProblem:
-    """The problem as one rank of the node sees its time: its share of every home, and the whole of its activations.
-
-    For times only: what slots hold on the GPU is whole units, which `problem` counts.
-    """
-    count = cluster.ranks_per_node
-
-    def share(cost: UnitCost) -> UnitCost:
-        return replace(
-            cost,
-            weight_bytes=cost.weight_bytes // count,
-            gradient_bytes=cost.gradient_bytes // count,
-            remainder_bytes=cost.remainder_bytes // count,
-            moment_bytes=cost.moment_bytes // count,
-            accumulator_bytes=cost.accumulator_bytes // count,
-            weight_h2d_s=cost.weight_h2d_s / count + cluster.inside_s(cost.weight_bytes),
-            gradient_d2h_s=cost.gradient_d2h_s / count + cluster.inside_s(cost.gradient_bytes),
-            gpu_update_s=cost.gpu_update_s / count,
-            # cpu_update_s stays: a share of the elements by a share of the cores
-        )
-
-    return replace(
-        problem,
-        units=tuple(share(cost) for cost in problem.units),
-        stem=tuple(share(cost) for cost in problem.stem),
-        nvme_read_bytes_per_s=problem.nvme_read_bytes_per_s / count,
-        nvme_write_bytes_per_s=problem.nvme_write_bytes_per_s / count,
-    )
-
-
 def predict_step(problem: PlacementProblem, plan: PlacementPlan, cluster: Cluster) -> ClusterTimes:
     """Replays the plan as one rank of the cluster.
 
     Args:
-        problem: of one rank alone, as `build_problem` makes it.
+        problem: of one of the ranks of a node, as `build_problem` makes it for their number.
     """
-    times = simulate(shard_problem(problem, cluster), plan, record=True)
-    trainable = {cost.name: cost.num_trainable for cost in (*problem.units, *problem.stem)}
+    times = simulate(problem, plan, record=True)
+    costs = {cost.name: cost for cost in (*problem.units, *problem.stem)}
+    stays = {unit.name: unit.states == Tier.GPU for unit in (*plan.units, *plan.stem)}
     backward_end_s = max((e.end_s for e in times.events if e.name.startswith("backward ")), default=times.step_s)
-    free_s = network_s = wire_bytes = 0.0
+    free_s = links_s = network_s = wire_bytes = 0.0
     for name, ready_s in sorted(_final_gradients(problem, times.events, backward_end_s), key=lambda pair: pair[1]):
-        if trainable[name]:
-            duration_s = cluster.reduce_s(trainable[name])
-            free_s = max(free_s, ready_s) + duration_s
-            network_s += duration_s
-            wire_bytes += cluster.wire_bytes(trainable[name])
-    exposed_s = max(0.0, free_s - backward_end_s)
+        cost = costs[name]
+        if not cost.num_trainable:
+            continue
+        # Where every rank updates the whole unit, the means are gathered as well.
+        inside_s = (2 if stays[name] else 1) * cluster.inside_s(cost.gradient_bytes)
+        between_s = cluster.reduce_s(cost.num_trainable)
+        free_s = max(free_s, ready_s) + inside_s + between_s
+        links_s += inside_s + between_s
+        network_s += between_s
+        wire_bytes += cluster.wire_bytes(cost.num_trainable)
+    micro_batches = problem.accumulation_steps
+    exposed_s = max(0.0, free_s - backward_end_s, micro_batches * links_s - times.step_s)
     return ClusterTimes(
-        step_s=times.step_s + exposed_s, network_s=network_s, exposed_s=exposed_s, wire_bytes=wire_bytes, rank=times
+        step_s=times.step_s + exposed_s,
+        network_s=micro_batches * network_s,
+        exposed_s=exposed_s,
+        wire_bytes=micro_batches * wire_bytes,
+        rank=times,
     )
 
 
@@ -162,13 +139,6 @@ def _final_gradients(
         yield cost.name, ends_s.get(f"loss {cost.name}", backward_end_s) if early else backward_end_s
 
 
-def node_host_bytes(problem: PlacementProblem, plan: PlacementPlan, cluster: Cluster) -> int:
-    """Host memory of a node: the homes once, everything else once per rank."""
-    ledger = account(problem, plan)
-    own_bytes = sum(num_bytes for line, num_bytes in ledger.cpu.items() if line not in HOME_LINES)
-    return ledger.need_bytes()["cpu"] + (cluster.ranks_per_node - 1) * own_bytes
-
-
 def plan_for_cluster(
     model: ModelProfile,
     hardware: HardwareProfile,
@@ -176,8 +146,7 @@ def plan_for_cluster(
     cluster: Cluster,
     planner: Callable[[ModelProfile, HardwareProfile, PlanRequest], PlacementPlan] = make_plan,
 ) -> tuple[PlacementPlan, PlacementProblem, ClusterTimes]:
-    """The better of two plans by the replay of the cluster's step: one made for a whole unit's copies over one PCIe
-    link, one for a share's.
+    """The plan of a rank, with the cluster's step time.
 
     Returns:
         The plan, the problem of one rank, and the predicted step.
@@ -185,30 +154,8 @@ def plan_for_cluster(
     Raises:
         InfeasiblePlanError: a rank does not fit its GPU, or the ranks of a node its host memory.
     """
+    request = replace(request, local_ranks=cluster.ranks_per_node)
     problem = build_problem(model, hardware, request)
-    found: list[tuple[PlacementPlan, ClusterTimes]] = []
-    have_bytes = problem.cpu_budget_bytes
-    refusal: InfeasiblePlanError | None = None
-    for links in sorted({1, cluster.ranks_per_node}):
-        machine = replace(hardware, **{rate: getattr(hardware, rate) * links for rate in LINK_RATES})
-        budget_bytes = have_bytes
-        for _ in range(4):  # what each rank has for itself is known once there is a plan
-            try:
-                plan = planner(model, machine, replace(request, cpu_budget_bytes=budget_bytes))
-            except InfeasiblePlanError as error:
-                refusal = error
-                break
-            excess_bytes = node_host_bytes(problem, plan, cluster) - have_bytes
-            if excess_bytes <= 0:
-                found.append((plan, predict_step(problem, plan, cluster)))
-                break
-            budget_bytes -= excess_bytes
-            if budget_bytes <= 0:
-                break
-    if not found:
-        raise InfeasiblePlanError(
-            f"a node's {have_bytes / GIB:.0f} GiB of host memory don't hold the model and the buffers of "
-            f"{cluster.ranks_per_node} ranks; use fewer ranks per node, a smaller micro-batch, or more memory"
-        ) from refusal
-    plan, times = min(found, key=lambda pair: pair[1].step_s)
-    return replace(plan, predicted_step_s=times.step_s, digests=dict(problem.digests)), problem, times
+    plan = planner(model, hardware, request)
+    times = predict_step(problem, plan, cluster)
+    return replace(plan, predicted_step_s=times.step_s), problem, times
