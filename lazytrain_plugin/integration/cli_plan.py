@@ -101,6 +101,7 @@ def plan_command(
             nvme_write_bytes_per_day=_gib_to_bytes("nvme-write-gib-per-day", nvme_write_gib_per_day),
             evaluation_tokens=evaluation_tokens,
             local_ranks=ranks_per_node,
+            nodes=nodes,
         )
         if nvme_gib is not None and nodes * ranks_per_node > 1:
             raise ConfigError("--nvme-gib is for one rank: several ranks train without NVMe; leave it out")

@@ -109,7 +109,7 @@ def shared_hardware(profile: HardwareProfile, ranks: RankGroup) -> HardwareProfi
 def shared_request(request: PlanRequest, ranks: RankGroup) -> PlanRequest:
     """What is asked of the planner where ranks of a machine train together: nothing that they can't carry out."""
     capabilities = replace(request.capabilities, nvme=False)
-    return replace(request, local_ranks=ranks.local_size, capabilities=capabilities)
+    return replace(request, local_ranks=ranks.local_size, nodes=ranks.num_nodes, capabilities=capabilities)
 
 
 class AgreedPlanner:

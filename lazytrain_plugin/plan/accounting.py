@@ -143,6 +143,7 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     gpu["weight slots"] = min(plan.weight_slots, len(streamed) + 1) * max(streamed, default=0)
     gpu["state slots"] = plan.state_slots * state_slot_bytes(problem, plan)
     at_rest = sum(gpu.values()) - gpu["state slots"] + problem.gpu_reserve_bytes
+    gpu["gradient exchange"] = problem.exchange_bytes
 
     ring = plan.activation_slots * max((offloaded_bytes(cost, unit) for cost, unit in pairs), default=0)
     window = max(windows(problem, plan), key=lambda window: window.total, default=Window(0, 0, 0, 0, "logits and loss"))

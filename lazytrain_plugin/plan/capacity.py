@@ -218,7 +218,7 @@ def _add_device_row(
         rest = rest + (weights + states) * v.homes["resident"][u]
         rest = rest + weights * (v.homes["mirror"][u] + v.homes["mirror_update"][u])
     if trains:
-        rest = rest + problem.state_slots * v.state_slot_mib
+        rest = rest + problem.state_slots * v.state_slot_mib + mib(problem.exchange_bytes)
         window = window + problem.activation_slots * v.activation_slot_mib
     if problem.has_gpu:
         for s, cost in enumerate(problem.stem):

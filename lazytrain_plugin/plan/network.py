@@ -154,7 +154,7 @@ def plan_for_cluster(
     Raises:
         InfeasiblePlanError: a rank does not fit its GPU, or the ranks of a node its host memory.
     """
-    request = replace(request, local_ranks=cluster.ranks_per_node)
+    request = replace(request, local_ranks=cluster.ranks_per_node, nodes=cluster.nodes)
     problem = build_problem(model, hardware, request)
     plan = planner(model, hardware, request)
     times = predict_step(problem, plan, cluster)

@@ -30,6 +30,12 @@ FRAGMENTATION_FRAC = 0.19
 beyond what is allocated. Measured: 15 to 19 % at 7B. Flats and states are exact."""
 
 
+EXCHANGE_ELEMENTS = 2**26
+EXCHANGE_BYTES_PER_ELEMENT = 10
+"""Of a gradient that ranks exchange: at most so many elements are under way (two chunks), with what is sent, received and
+summed up (runtime/gradient_exchange.py)."""
+
+
 # The program is scaled to coefficients around 1..10^4: MiB and milliseconds. Nothing else is.
 
 
@@ -92,6 +98,8 @@ class PlacementProblem:
     nvme_write_bytes_per_day: float | None
     capabilities: Capabilities
     digests: dict[str, str]
+    exchange_bytes: int = 0
+    """GPU memory through which ranks exchange gradients."""
     local_ranks: int = 1
     """Ranks of the machine. Costs and GPU memory are one rank's, host memory and NVMe all ranks' together."""
 
@@ -179,7 +187,15 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         capabilities=request.capabilities,
         digests={"hardware": machine.digest, "model": model.digest},
         local_ranks=ranks,
+        exchange_bytes=_exchange_bytes(model, request),
     )
+
+
+def _exchange_bytes(model: ModelProfile, request: PlanRequest) -> int:
+    if request.local_ranks * request.nodes == 1:
+        return 0
+    largest = max((unit.num_trainable for unit in (*model.units, *model.stem)), default=0)
+    return EXCHANGE_BYTES_PER_ELEMENT * min(EXCHANGE_ELEMENTS, largest)
 
 
 def _seen_by_a_rank(hardware: HardwareProfile, ranks: int) -> HardwareProfile:

@@ -76,6 +76,8 @@ class PlanRequest:
     local_ranks: int = 1
     """Ranks of this machine, with a GPU each, that have one copy of the model in its host memory. Budgets of host
     memory and NVMe are the machine's, for all of them; what is asked for otherwise is one rank's."""
+    nodes: int = 1
+    """Machines like this one, each with a copy of the model."""
     evaluation_tokens: int | None = None
     """Tokens of an evaluation batch whose logits exist all at once; None: no evaluation is planned for."""
     capabilities: Capabilities = RUNTIME_CAPABILITIES
@@ -100,10 +102,10 @@ class PlanRequest:
                     '"compact"'
                 )
         tokens = 1 if self.max_tokens is None else self.max_tokens
-        if min(tokens, self.accumulation_steps, self.evaluation_tokens or 1, self.local_ranks) < 1:
+        if min(tokens, self.accumulation_steps, self.evaluation_tokens or 1, self.local_ranks, self.nodes) < 1:
             raise ConfigError(
                 f"max_tokens is {self.max_tokens}, accumulation_steps {self.accumulation_steps}, evaluation_tokens "
-                f"{self.evaluation_tokens} and local_ranks {self.local_ranks}; each is at least 1"
+                f"{self.evaluation_tokens}, local_ranks {self.local_ranks} and nodes {self.nodes}; each is at least 1"
             )
         for tier in ("gpu", "cpu", "nvme"):
             budget_bytes = getattr(self, f"{tier}_budget_bytes")

@@ -85,7 +85,7 @@ def test_the_planned_step_is_the_predicted_one():
     job = cluster(nodes=4, ranks=2, network=1e9, inside=1e10)
     plan, problem, times = plan_for_cluster(model, machine, request, job, planner=greedy_plan)
     assert plan.predicted_step_s == times.step_s == predict_step(problem, plan, job).step_s
-    assert problem == build_problem(model, machine, replace(request, local_ranks=2))
+    assert problem == build_problem(model, machine, replace(request, local_ranks=2, nodes=4))
 
 
 def test_ranks_that_do_not_fit_a_node_are_refused():
