@@ -3,7 +3,8 @@
 GPU memory peaks in one of these windows of a step, and each is counted (docs/formulation.md, Eq. 7 and 8):
 - the loss: all inputs and all saved activations, with the logits;
 - the backward of unit u: inputs and saved activations of the units up to u (later ones are already freed), u's
-  recompute, and the gradients of the units from u on that rest on the GPU or are on their way off it;
+  recompute, inputs that were dropped and are computed again, and the gradients of the units from u on that rest on the
+  GPU or are on their way off it;
 - the end of backward: all those gradients, with the embedding's.
 An evaluation and the writing of a checkpoint are no part of a step; they must fit all the same.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from lazytrain_plugin.plan.edges import edges
 from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.model import UnitRole
@@ -93,10 +95,10 @@ def sends_gradients(cost: UnitCost, unit: UnitPlan) -> bool:
     return unit.states != Tier.GPU and cost.num_trainable > 0
 
 
-def offloaded_bytes(cost: UnitCost, unit: UnitPlan) -> int:
-    """What leaves the GPU after a unit's forward and comes back for its backward."""
-    boundary = cost.boundary_bytes_in(unit.boundary_bits) if unit.boundary != Tier.GPU else 0
-    return boundary + (cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved != Tier.GPU else 0)
+def offloaded_bytes(cost: UnitCost, unit: UnitPlan, tiers: Sequence[Tier] = (Tier.CPU, Tier.NVME)) -> int:
+    """What leaves the GPU for `tiers` after a unit's forward and comes back for its backward."""
+    boundary = cost.boundary_bytes_in(unit.boundary_bits) if unit.boundary in tiers else 0
+    return boundary + (cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved in tiers else 0)
 
 
 def nvme_staged_bytes(cost: UnitCost, unit: UnitPlan) -> int:
@@ -192,6 +194,7 @@ def windows(problem: PlacementProblem, plan: PlacementPlan) -> Iterator[Window]:
     head = sum(_head_gradient_bytes(problem, plan, always=True))
     resting = 0
     inputs, kept = sum(on_gpu), sum(saved)
+    found, widest = _found_again(problem, plan)
     for later, (u, (cost, unit)) in enumerate(reversed(list(enumerate(pairs)))):
         own = 0 if sends_gradients(cost, unit) else cost.gradient_bytes
         if not problem.has_accumulation:
@@ -201,10 +204,25 @@ def windows(problem: PlacementProblem, plan: PlacementPlan) -> Iterator[Window]:
         going = (1 + min(plan.gradient_slots - 1, later)) * slot
         if later < plan.gradient_slots - 1:
             going += sum(_head_gradient_bytes(problem, plan, always=False))
-        yield Window(inputs, kept, head + resting + own + going, cost.workspace_bytes, "backward workspace")
+        yield Window(inputs + found[u], kept, head + resting + own + going, widest[u], "backward workspace")
         inputs -= on_gpu[u]
     embedding = sum(c.gradient_bytes for c in problem.stem if c.role != UnitRole.HEAD)
     yield Window(0, 0, head + resting + (plan.gradient_slots - 1) * slot + embedding, 0, "backward workspace")
+
+
+def _found_again(problem: PlacementProblem, plan: PlacementPlan) -> tuple[list[int], list[int]]:
+    """For each unit's backward: inputs that an edge has computed again or brought back and that are still needed, and
+    the widest workspace, that of the units which run again for it included."""
+    found, widest = [0] * len(plan.units), [cost.workspace_bytes for cost in problem.units]
+    for edge in edges(plan.units):
+        source, total = plan.units[edge.source], 0
+        if source.boundary != Tier.GPU:
+            total = problem.units[edge.source].boundary_bytes_in(source.boundary_bits)
+        for u in range(edge.source + 1, edge.last + 1):
+            total += problem.units[u].boundary_bytes
+            found[u] = total
+        widest[edge.last] = max(widest[edge.source : edge.last + 1])
+    return found, widest
 
 
 def _head_gradient_bytes(problem: PlacementProblem, plan: PlacementPlan, *, always: bool) -> Iterator[int]:
@@ -219,11 +237,7 @@ def _head_gradient_bytes(problem: PlacementProblem, plan: PlacementPlan, *, alwa
 
 
 def _offloaded_to(pairs: Sequence[tuple[UnitCost, UnitPlan]], tier: Tier) -> int:
-    total = 0
-    for cost, unit in pairs:
-        total += cost.boundary_bytes_in(unit.boundary_bits) if unit.boundary == tier else 0
-        total += cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved == tier else 0
-    return total
+    return sum(offloaded_bytes(cost, unit, (tier,)) for cost, unit in pairs)
 
 
 def _merged(cpu: dict[str, int], gpu: dict[str, int]) -> dict[str, int]:

@@ -81,7 +81,8 @@ def _decisions(unit: UnitPlan) -> list[tuple[str, str]]:
     if unit.activations != Activations.RECOMPUTE and unit.saved != Tier.GPU:
         saves += f" ({TIER_NAMES[unit.saved]})"
     saves += f", {unit.saved_bits} bit" if unit.saved_bits < 16 else ""
-    waits = TIER_NAMES[unit.boundary] + (f", {unit.boundary_bits} bit" if unit.boundary_bits < 16 else "")
+    waits = "computed again" if unit.boundary is None else TIER_NAMES[unit.boundary]
+    waits += f", {unit.boundary_bits} bit" if unit.boundary_bits < 16 else ""
     return [
         ("weights", TIER_NAMES[unit.weights]),
         ("states", f"{TIER_NAMES[unit.states]}, {unit.state_bits} bit" + _gradient_bits(unit)),

@@ -99,7 +99,7 @@ def _others(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan, *, stem: 
         text += f" in {bits} bits" if bits < 16 else ""
         yield text + tiers[tier], replace(unit, activations=activations, saved=tier, saved_bits=bits)
     if problem.has_gpu and problem.capabilities.offloaded_boundaries:
-        other_tier = Tier.GPU if unit.boundary == Tier.CPU else Tier.CPU
+        other_tier = Tier.CPU if unit.boundary == Tier.GPU else Tier.GPU
         where = "on the GPU" if other_tier == Tier.GPU else "in host memory"
         yield f"input waits {where}", replace(unit, boundary=other_tier)
 

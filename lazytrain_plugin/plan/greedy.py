@@ -378,6 +378,9 @@ def _activation_reason(cost: UnitCost, unit: UnitPlan) -> str:
             text += f" ({unit.saved_bits} bits instead of {exact_bytes}; gradients off by up to {error_percent:.1f} %)"
         if unit.boundary_bits < 16:
             text += f"; its input in {unit.boundary_bits} bits"
-    if unit.boundary != Tier.GPU:
-        text += f"; its input ({format_bytes(cost.boundary_bytes_in(unit.boundary_bits))}) waits in host memory"
+    input_bytes = format_bytes(cost.boundary_bytes_in(unit.boundary_bits))
+    if unit.boundary is None:
+        text += f"; its input ({input_bytes}) is not kept: the unit before runs once more"
+    elif unit.boundary != Tier.GPU:
+        text += f"; its input ({input_bytes}) waits {'on NVMe' if unit.boundary == Tier.NVME else 'in host memory'}"
     return text

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.plan.edges import check_edges
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
 SCHEMA_VERSION = 2
@@ -34,8 +35,9 @@ class UnitPlan:
     block 64, with 16-bit sums). The norm, and with it clipping, is taken before."""
     activations: Activations = Activations.RECOMPUTE
     """What is saved between forward and backward beside the input. Ignored for stem units."""
-    boundary: Tier = Tier.GPU
-    """Where the unit's input rests between forward and backward. Ignored for stem units."""
+    boundary: Tier | None = Tier.GPU
+    """Where the unit's input rests between forward and backward; None: nowhere, the unit before it runs once more
+    (plan/edges.py). Ignored for stem units."""
     saved: Tier = Tier.GPU
     """Where what `activations` saves rests. Ignored for stem units and where nothing is saved."""
     saved_bits: int = 16
@@ -61,6 +63,11 @@ class UnitPlan:
             raise PlanMismatchError(
                 f"{self.name}: an input in {self.boundary_bits} bits with activations {self.activations}: attention "
                 "would be computed again from it, and is never below 16 bits; plan with matmuls or keep"
+            )
+        if self.boundary is None and (self.activations == Activations.KEEP or self.boundary_bits < 16):
+            raise PlanMismatchError(
+                f"{self.name}: its input is dropped, which activations {self.activations} in {self.boundary_bits} bits "
+                "need; keep it, or plan with recompute"
             )
         if self.states == Tier.GPU and (self.updater != Updater.GPU or self.weights != Tier.GPU):
             raise PlanMismatchError(
@@ -130,6 +137,7 @@ class PlacementPlan:
             raise PlanMismatchError(f"the plan has {twice} twice; which one counts?")
         if self.weight_slots < 2 or min(self.gradient_slots, self.state_slots, self.activation_slots) < 1:
             raise PlanMismatchError("a plan needs at least 2 weight slots, and 1 slot of each other kind")
+        check_edges(self.units)
         lossy = next((unit for unit in self.units if min(unit.saved_bits, unit.boundary_bits) < 16), None)
         if self.fidelity == Fidelity.EXACT and lossy is not None:
             raise PlanMismatchError(
@@ -195,7 +203,7 @@ def _unit_from_dict(raw: dict) -> UnitPlan:
             "updater": Updater(raw["updater"]),
             "gradients": Tier(raw["gradients"]) if raw.get("gradients") else None,
             "activations": Activations(raw["activations"]),
-            "boundary": Tier(raw["boundary"]),
+            "boundary": None if raw["boundary"] is None else Tier(raw["boundary"]),
             "saved": Tier(raw["saved"]),
         }
     )

@@ -22,6 +22,8 @@ from lazytrain_plugin.plan.accounting import (
     updates_meet_at_home,
 )
 from lazytrain_plugin.plan.clock import Clock, Event, Resource, Ring
+from lazytrain_plugin.plan.disk_activations import DiskActivations
+from lazytrain_plugin.plan.edges import backward_order
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.model import UnitRole
@@ -72,7 +74,11 @@ class _Step:
         self.leaving = Ring(plan.activation_slots)
         self.returning = Ring(plan.activation_slots)
         self.disk = Ring(plan.nvme_slots)
+        self.disk_activations = DiskActivations(replace(problem, nvme_slots=plan.nvme_slots), clock)
         self.offloaded_s: dict[str, float] = {}
+        """When activations that are off the GPU had left it."""
+        self.back_again_s: dict[str, float] = {}
+        """When those of this backward were back."""
         self.back_s: dict[str, float] = {}
         """When weights that were updated in a slot are home."""
         self.written_s: dict[str, float] = {}
@@ -133,6 +139,7 @@ class _Step:
     def forward(self, *, fresh: bool) -> float:
         """One micro-batch's forward with loss; `fresh`: the weights were just updated."""
         self.leaving.clear()
+        self.disk_activations.clear()
         if fresh:
             self.crossing.clear()
             self.states_back_s = self.clock.free_s[Resource.D2H]
@@ -155,7 +162,7 @@ class _Step:
             end_s = self.clock.run(f"forward {cost.name}", Resource.COMPUTE, cost.forward_s, ready_s)
             self._used_slot(cost, unit, end_s)
             if leaves:
-                self._leave(cost, leaves, end_s)
+                self._leave(cost, unit, leaves, end_s)
         if fresh:
             self._renew_stem(self.last)
             self.clock.wait(Resource.D2H, self.states_back_s)
@@ -174,30 +181,26 @@ class _Step:
     def backward(self) -> float:
         """One micro-batch's backward; sets when each unit's gradient rests at its updater."""
         self.returning.clear()
+        self.back_again_s.clear()
         end_s = self.clock.free_s[Resource.COMPUTE]
         for cost, unit in self.stem:
             if cost.role == UnitRole.HEAD:
                 self._gradient(cost, unit, end_s)
-        for cost, unit in reversed(self.units):
-            ready_s = max(end_s, self._weights_arrive(cost, unit, "backward", fresh=False))
-            returns = offloaded_bytes(cost, unit)
-            if returns:
-                back_s = self.clock.run(
-                    f"activations {cost.name} (backward)",
-                    Resource.H2D,
-                    self.problem.h2d_s(returns),
-                    self.offloaded_s[cost.name],
-                    self.returning.free_s(),
-                    num_bytes=returns,
-                )
-                ready_s = max(ready_s, back_s)
+        for u, again in backward_order(self.plan.units):
+            cost, unit = self.units[u]
+            ready_s = max(end_s, self._weights_arrive(cost, unit, "again" if again else "backward", fresh=False))
+            ready_s = max(ready_s, self._come_back(cost, unit))
+            if again:
+                end_s = self.clock.run(f"again {cost.name}", Resource.COMPUTE, cost.forward_s, ready_s)
+                self._used_slot(cost, unit, end_s)
+                continue
             compute_s = cost.recompute_s(unit.activations) + cost.backward_s
             end_s = self.clock.run(f"backward {cost.name}", Resource.COMPUTE, compute_s, ready_s)
             if sends_gradients(cost, unit):
                 # The unit's own gradients take one place; with all others still on their way the stream waits.
                 end_s = self.clock.wait(Resource.COMPUTE, self.gradients.free_s())
             self._used_slot(cost, unit, end_s)
-            if returns:
+            if offloaded_bytes(cost, unit):
                 self.returning.use(end_s)
             self._gradient(cost, unit, end_s)
             if sends_gradients(cost, unit):
@@ -231,12 +234,37 @@ class _Step:
             self.disk.use(arrived_s)
         return arrived_s
 
-    def _leave(self, cost: UnitCost, num_bytes: int, computed_s: float) -> None:
+    def _come_back(self, cost: UnitCost, unit: UnitPlan) -> float:
+        """When a unit's activations are on the GPU again; they come once, the input of an edge's source early."""
+        returns = offloaded_bytes(cost, unit)
+        if not returns or cost.name not in self.offloaded_s:
+            return self.back_again_s.get(cost.name, 0.0)
+        left_s, on_disk = self.offloaded_s.pop(cost.name), offloaded_bytes(cost, unit, (Tier.NVME,))
+        if on_disk:
+            left_s = max(left_s, self.disk_activations.read(cost.name))
+        back_s = self.clock.run(
+            f"activations {cost.name} (backward)",
+            Resource.H2D,
+            self.problem.h2d_s(returns),
+            left_s,
+            self.returning.free_s(),
+            num_bytes=returns,
+        )
+        if on_disk:
+            self.disk_activations.returned(back_s)
+        self.back_again_s[cost.name] = back_s
+        return back_s
+
+    def _leave(self, cost: UnitCost, unit: UnitPlan, num_bytes: int, computed_s: float) -> None:
         """A unit's activations leave the GPU, before states that have not begun to."""
-        duration_s = self.problem.d2h_s(num_bytes)
+        duration_s, on_disk = self.problem.d2h_s(num_bytes), offloaded_bytes(cost, unit, (Tier.NVME,))
+        if on_disk:
+            computed_s = max(computed_s, self.disk_activations.buffer_s())
         left_s = self.clock.run(
             f"activations {cost.name} (forward)", Resource.D2H, duration_s, computed_s, num_bytes=num_bytes
         )
+        if on_disk:
+            self.disk_activations.leave(cost.name, on_disk, left_s)
         if self.states_back_s > left_s - duration_s:
             self.states_back_s += duration_s
         else:

@@ -80,6 +80,8 @@ def _kind(unit: UnitPlan) -> str:
     if unit.activations != Activations.RECOMPUTE and unit.saved != Tier.GPU:
         saves += f" in {TIER_NAMES[unit.saved]}"
     kind = f"weights {TIER_NAMES[unit.weights]}, states {_states(unit)}, {saves}"
+    if unit.boundary is None:
+        return f"{kind}, input computed again"
     return kind if unit.boundary == Tier.GPU else f"{kind}, input {TIER_NAMES[unit.boundary]}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,6 +27,7 @@ from lazytrain_plugin.runtime.nvme.stores import NvmeStores
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.outside_changes import OutsideChanges
 from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.run_order import AGAIN, BACKWARD, FORWARD, RunOrder
 from lazytrain_plugin.runtime.shared_updates import SharedUpdates
 from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
 from lazytrain_plugin.runtime.slots import Outbox, WeightSlots
@@ -115,7 +115,6 @@ class Executor:
         table = self._table = UnitTable(self.model, discovery, dtypes, groups)
         self.units, self.stem, self.owner = table.units, table.stem, table.owner
         self.trained_tensors, self.update_order = table.trained_tensors, table.update_order
-        self._position = {unit: i for i, unit in enumerate(self.units)}
 
     @property
     def exchange(self) -> GradientExchange:
@@ -163,11 +162,11 @@ class Executor:
             torch.cuda.empty_cache()
 
     def _make_slots(self, plan: PlacementPlan) -> None:
-        self._streamed = [unit for unit in self.units if not unit.home.on_gpu]
-        self._streamed_positions = [self._position[unit] for unit in self._streamed]
-        self._num_slots = min(plan.weight_slots, len(self._streamed) + 1)
-        if self._streamed:
-            nbytes = max(unit.layout.weight_bytes for unit in self._streamed)
+        self._order = RunOrder(self.units)
+        streamed = self._order.streamed
+        self._num_slots = min(plan.weight_slots, len(streamed) + 1)
+        if streamed:
+            nbytes = max(unit.layout.weight_bytes for unit in streamed)
             self._slots = WeightSlots(self.streams, self._num_slots, nbytes)
         self._streamed_updates.make_slots(plan, self.update_order, self._slots)
         self._sink.outbox.trim(0)
@@ -199,13 +198,16 @@ class Executor:
             return unit.original_forward(*args, **kwargs)
 
     @contextlib.contextmanager
-    def lease(self, unit: Unit, *, backward: bool) -> Iterator[None]:
-        """Within: the unit's parameters are on the device and up to date. Whatever happens, they go home after."""
-        self.streams.phase = phase = "backward" if backward else "forward"
+    def lease(self, unit: Unit, *, backward: bool, again: bool = False) -> Iterator[None]:
+        """Within: the unit's parameters are on the device and up to date. Whatever happens, they go home after.
+
+        `again`: in backward, to run forward once more for a later unit (runtime/dropped_inputs.py).
+        """
+        self.streams.phase = phase = AGAIN if again else BACKWARD if backward else FORWARD
         if unit.home.on_gpu or unit.slot is not None:
             if unit.slot is None:
                 self.settle(unit)
-            self._prefetch_after(unit, backward)
+            self._prefetch_after(unit, phase)
             with self.streams.computing(f"{phase} {unit.name}"):
                 yield
             return
@@ -222,7 +224,7 @@ class Executor:
             unit.point_to(slot)
             if backward and self._sink.last_micro_batch:
                 self._slots.leave_home_alone_after_backward()
-            self._prefetch_after(unit, backward)
+            self._prefetch_after(unit, phase)
             with self.streams.computing(f"{phase} {unit.name}"):
                 yield
         finally:
@@ -230,19 +232,14 @@ class Executor:
             if slot is not None:
                 self._slots.release(slot)
 
-    def _prefetch_after(self, unit: Unit, backward: bool) -> None:
+    def _prefetch_after(self, unit: Unit, phase: str) -> None:
         """Starts the transfers and streamed updates of the units that run next."""
         if self._slots is not None:
-            if backward:
-                before = bisect.bisect_left(self._streamed_positions, self._position[unit])
-                upcoming = self._streamed[:before][::-1]
-            else:
-                after = bisect.bisect_right(self._streamed_positions, self._position[unit])
-                upcoming = self._streamed[after:]
+            upcoming = self._order.upcoming(unit, phase)
             window = upcoming[: self._num_slots - 1]
             self._prefetch(window, frozenset((unit, *window)))
             self._nvme.read_weights_ahead(soon for soon in upcoming if not self._slots.holds(soon))
-        if not backward:
+        if phase == FORWARD:
             self._streamed_updates.begin_following(unit)
 
     def _prefetch(self, window: list[Unit], needed: frozenset[Unit]) -> None:
@@ -354,7 +351,7 @@ class Executor:
                 ticket = self._updates.submit(unit, arrived, scalars, gradients_done)
                 unit.mark_pending(ticket, resolve)
         if self._slots is not None and self._streamed_updates.queued:
-            first = self._streamed[: self._num_slots]
+            first = self._order.streamed[: self._num_slots]
             self._prefetch(first, frozenset(first))
         self._streamed_updates.begin_following(None)
         return norm, True

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lazytrain_plugin.kernels.fused_saves import FusedSaves
 from lazytrain_plugin.profile.attention_core import AttentionCore
 from lazytrain_plugin.runtime.activation_store import Handle, Parcel
+from lazytrain_plugin.runtime.dropped_inputs import DroppedInputs, drop_inputs, find_again
+from lazytrain_plugin.runtime.forward_state import ForwardState
 from lazytrain_plugin.runtime.local_graph import LocalGraph, audit, detached_leaves
 from lazytrain_plugin.runtime.quantized_saves import (
     ATTENTION,
@@ -57,7 +58,8 @@ class UnitCall:
         self.activations = plan.activations
         self.keep = plan.activations == Activations.KEEP
         self.boundary, self.saved = plan.boundary, plan.saved
-        self.offloads_inputs = plan.boundary != Tier.GPU
+        self.offloads_inputs = plan.boundary in (Tier.CPU, Tier.NVME)
+        self.dropped: DroppedInputs | None = None
         self.offloads_saved = plan.saved != Tier.GPU and plan.activations != Activations.RECOMPUTE
         self.saved_bits, self.boundary_bits = plan.saved_bits, plan.boundary_bits
         self.is_coded = min(self.saved_bits, self.boundary_bits) < 16
@@ -75,9 +77,7 @@ class UnitCall:
         self.rebuild_outputs = None
         self.graph: LocalGraph | None = None
         if not self.keep:
-            self.autocast = AutocastState(executor.device.type)
-            self.cpu_rng = torch.get_rng_state()
-            self.gpu_rng = get_device_states(*self.inputs) if executor.streams.is_cuda else None
+            self.before = ForwardState(executor.device.type, self.inputs)
 
     def run(self):
         """The unit's outputs, attached to the outer graph by one node."""
@@ -85,7 +85,9 @@ class UnitCall:
         # as the loss does, which is often into the next step.
         inputs, self.inputs = self.inputs, []
         outputs = _UnitNode.apply(self, self.executor.graph_root, *inputs)
-        result, captured = self.rebuild_outputs(outputs if isinstance(outputs, tuple) else (outputs,))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        self.output_versions = [output._version for output in outputs]
+        result, captured = self.rebuild_outputs(outputs)
         self.executor.side_outputs.append(captured)
         return result
 
@@ -237,13 +239,17 @@ class UnitCall:
             self.sent[i] = self.encoder.encode(inputs[i], self.boundary_bits)
 
     def put_away_inputs(self, inputs) -> None:
-        """Starts the inputs' way off the device while the unit computes."""
+        """Starts the inputs' way off the device while the unit computes, or lets go of them."""
+        self.sent: list[Handle | Codes | DroppedInputs | None] = [None] * len(inputs)
+        if self.boundary is None:
+            self.dropped = drop_inputs(self, inputs)
+            for i in self.dropped.outputs if self.dropped is not None else ():
+                self.sent[i] = self.dropped
         changes = self.offloads_inputs or self.boundary_bits < 16
         own = self.executor.activations.own_inputs(inputs) if changes else ()
         if own and self.offloads_inputs:
             self.parcel = Parcel(self.executor.activations)
         send = self.sending(self.boundary) if self.parcel is not None else None
-        self.sent = [None] * len(inputs)
         if self.boundary_bits < 16:
             self.encoder = Encoder(self.executor.activations, largest_numel(inputs))
             for i in own:
@@ -261,9 +267,16 @@ class UnitCall:
         return [tensor for tensor, handle in zip(inputs, self.sent, strict=True) if handle is None]
 
     def bring_back_inputs(self, stayed) -> list[torch.Tensor]:
+        """All inputs; what was dropped must have been found again."""
         stayed = iter(stayed)
         restore = _unpack_with(self.unit, self.parcel)
-        return [next(stayed) if handle is None else restore(handle).requires_grad_() for handle in self.sent]
+        inputs = []
+        for i, handle in enumerate(self.sent):
+            if isinstance(handle, DroppedInputs):
+                inputs.append(handle.take(i))
+            else:
+                inputs.append(next(stayed) if handle is None else restore(handle).requires_grad_())
+        return inputs
 
     def call_unit(self, args, kwargs) -> list[torch.Tensor]:
         with self.executor.side_outputs.collecting(self.side_keys) as captured:
@@ -295,6 +308,8 @@ class UnitCall:
             )
         if self.parcel is not None:
             self.parcel.bring_back()
+        if self.dropped is not None:
+            find_again(self)
         with self.executor.lease(self.unit, backward=True):
             graph = self.graph if self.keep else self.recompute(self.bring_back_inputs(stayed), retain)
             gradients = graph.gradients(output_gradients, retain=retain and self.keep)
@@ -305,8 +320,11 @@ class UnitCall:
                 for target, gradient in zip(graph.targets, gradients[num_leaves:], strict=True)
                 if gradient is not None
             ]
+            if self.dropped is not None:
+                self.dropped.found = {}
             if not retain:
-                self.graph = self.recording = None
+                self.graph = self.recording = self.dropped = None
+                self.sent = []
             if self.parcel is not None:
                 self.parcel.put_away() if retain else self.parcel.release()
             self.executor.deliver(self.unit, parameter_gradients)
@@ -324,13 +342,8 @@ class UnitCall:
             replay.count_pack()
             return self.unit.pack(tensor)
 
-        devices = self.gpu_rng[0] if self.gpu_rng is not None else []
-        with torch.random.fork_rng(devices=devices), self.autocast:
-            torch.set_rng_state(self.cpu_rng)
-            if self.gpu_rng is not None:
-                set_device_states(*self.gpu_rng)
-            with replay, saves.running():
-                return self.build_graph(inputs, pack)
+        with self.before.restored(), replay, saves.running():
+            return self.build_graph(inputs, pack)
 
 
 class _UnitNode(torch.autograd.Function):
@@ -372,29 +385,3 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _refuse_dropped(packed: None) -> torch.Tensor:
     raise RuntimeError("a layer ran backward inside its own forward, which a recomputed unit can't do; keep it")
-
-
-class AutocastState:
-    """The autocast settings of forward, entered again around its recompute."""
-
-    def __init__(self, device_type: str) -> None:
-        self.settings = [
-            (
-                kind,
-                torch.is_autocast_enabled(kind),
-                torch.get_autocast_dtype(kind),
-                torch.is_autocast_cache_enabled(),
-            )
-            for kind in dict.fromkeys((device_type, "cpu"))
-        ]
-        self.contexts: list[torch.autocast] = []
-
-    def __enter__(self) -> None:
-        for kind, enabled, dtype, cache in self.settings:
-            context = torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache)
-            context.__enter__()
-            self.contexts.append(context)
-
-    def __exit__(self, *exc_info) -> None:
-        while self.contexts:
-            self.contexts.pop().__exit__(*exc_info)

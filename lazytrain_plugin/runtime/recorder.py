@@ -182,10 +182,13 @@ def _without_waits(events: list[Event], waits: list[tuple[str, float, float]]) -
 def _losses(events: list[Event], waits: list[tuple[str, float, float]]) -> list[Event]:
     """Head and loss, which are no units: what lies between the last forward and the first backward of a micro-batch."""
     compute = sorted((e for e in events if e.resource == Resource.COMPUTE), key=lambda event: event.start_s)
+    begins_backward = ("backward ", "again ")  # an edge runs units forward again first
     gaps = [
         Event("loss", Resource.COMPUTE, before.end_s, after.start_s)
         for before, after in zip(compute, compute[1:])
-        if before.name.startswith("forward ") and after.name.startswith("backward ") and after.start_s > before.end_s
+        if before.name.startswith("forward ")
+        and after.name.startswith(begins_backward)
+        and after.start_s > before.end_s
     ]
     return _without_waits(gaps, waits)
 

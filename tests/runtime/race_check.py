@@ -208,8 +208,8 @@ def _watch_kernels(check: RaceCheck, patch) -> None:
         plain_add_up(total, gradient, first=first)
 
     @contextlib.contextmanager
-    def checked_lease(self, unit, *, backward):
-        with lease(self, unit, backward=backward):
+    def checked_lease(self, unit, **options):
+        with lease(self, unit, **options):
             used = [p.data for p in unit.module.parameters()]
             for when in ("first", "last"):
                 for weight in used:
