@@ -38,6 +38,8 @@ from lazytrain_plugin.integration.training_request import nvme_tier
 from lazytrain_plugin.integration.watchdog import Watchdog
 from lazytrain_plugin.kernels import native
 from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.profile.numa import NumaNode
+from lazytrain_plugin.runtime import host_memory, near_device
 from lazytrain_plugin.runtime.discovery import discover
 from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.runtime.train_state import ExecutorState
@@ -99,7 +101,8 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         device = torch.device("cpu") if self.device.type == "cpu" else torch.device(self.device)
         ranks = make_rank_group(self.seq_data_parallel_group, device, config)
         local_size = 1 if ranks is None else ranks.local_size
-        native.set_num_threads(config.optimizer.threads or native.default_num_threads(local_size))
+        node = near_device.node_of(device)
+        self._use_threads(config.optimizer.threads, local_size, node)
         refuse_parameters_of_others(optimizer, self.module)
         updater = make_updater(optimizer, config.optimizer.implementation)
         if ranks is not None:
@@ -126,20 +129,21 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             self._planner = make_planner()
         else:
             self._planner = AgreedPlanner(ranks, make_planner, adapts=config.plan.adapt and config.plan.path is None)
-        executor = Executor(
-            self.module,
-            found,
-            device,
-            dtypes=self._home_dtypes,
-            optimizer=optimizer,
-            updater=updater,
-            side_outputs=RecordedOutputs(),
-            prepare_inputs=drop_caches,
-            nvme=nvme_tier(config),
-            ranks=ranks,
-            average_gradients=self.gradient_average,
-            between_nodes=None if ranks is None else make_between_nodes(ranks, config),
-        )
+        with near_device.threads_on(node):
+            executor = Executor(
+                self.module,
+                found,
+                device,
+                dtypes=self._home_dtypes,
+                optimizer=optimizer,
+                updater=updater,
+                side_outputs=RecordedOutputs(),
+                prepare_inputs=drop_caches,
+                nvme=nvme_tier(config),
+                ranks=ranks,
+                average_gradients=self.gradient_average,
+                between_nodes=None if ranks is None else make_between_nodes(ranks, config),
+            )
         self._watchdog = Watchdog(config.watchdog_s, self.global_rank)
         self._plan_watch = PlanWatch(executor, self.gradient_accumulation_steps())
         if ranks is None or ranks.is_first:
@@ -156,6 +160,23 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         self._managed_parameters = {id(parameter) for parameter in self.module.parameters()}
         manage(self.module, executor)
         return LazyTrainOptimizer(optimizer, self.lazytrain, self.seq_data_parallel_group, self.gradient_clipping())
+
+    def _use_threads(self, asked: int | None, local_size: int, node: NumaNode | None) -> None:
+        """Threads of the CPU update, beside the GPU where there is a choice."""
+        count = asked or native.default_num_threads(local_size)
+        host_memory.prefer_node(None if node is None else node.index)
+        if node is None:
+            native.set_num_threads(count)
+            return
+        count = asked or min(count, len(node.cpus))
+        logger.info(
+            "the GPU is at NUMA node %d of %d: host memory and %d update threads there",
+            node.index,
+            node.num_nodes,
+            count,
+        )
+        with near_device.threads_on(node):
+            native.restart_threads(count)
 
     # A step.
 

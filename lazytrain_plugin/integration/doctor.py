@@ -199,10 +199,34 @@ def check_gpu() -> Iterator[Finding]:
             f"{properties.name}, {format_bytes(free_bytes)} free of {format_bytes(total_bytes)}",
             "" if bf16 else "no native bf16 (compute capability below 8.0): training will be slow",
         )
+        yield from _check_node(index)
     if importlib.util.find_spec("triton") is None:
         yield Finding(
             "triton", Status.WARNING, "missing: no fused kernels, GPU updates run in plain torch", "pip install triton"
         )
+
+
+def _check_node(index: int) -> Iterator[Finding]:
+    """Where host memory and update threads of a GPU go, on a machine with several NUMA nodes."""
+    import torch
+
+    from lazytrain_plugin.profile.numa import count_nodes
+    from lazytrain_plugin.runtime.near_device import node_of
+
+    num_nodes = count_nodes()
+    if num_nodes == 1:
+        return
+    node = node_of(torch.device("cuda", index))
+    if node is None:
+        yield Finding(
+            f"numa, gpu {index}",
+            Status.WARNING,
+            f"{num_nodes} nodes, and not known which one is the GPU's, or this process may not run there",
+            "start where the GPU is: numactl --cpunodebind=N (nvidia-smi topo -m shows N)",
+        )
+    else:
+        where = f"node {node.index} of {num_nodes}: host memory and update threads ({len(node.cpus)} processors) there"
+        yield Finding(f"numa, gpu {index}", Status.OK, where)
 
 
 def check_config(path: Path, *, hook_works: bool = True) -> Iterator[Finding]:

@@ -184,6 +184,16 @@ def set_num_threads(n: int) -> None:
         library.lazytrain_set_num_threads(max(1, n))
 
 
+def restart_threads(n: int) -> None:
+    """As `set_num_threads`, and starts them now: they inherit the processors that the caller may run on."""
+    library = _library()
+    if library is None:
+        return
+    for count in (1, max(1, n)):  # an unchanged number would keep the old threads
+        library.lazytrain_set_num_threads(count)
+    library.lazytrain_split(None, None, None, 0)  # the first call, of whatever, starts them
+
+
 def default_num_threads(local_world_size: int) -> int:
     """This rank's share of the processors that the affinity mask and the cgroup quota allow, at least 1.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
+import os
+import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +21,15 @@ logger = logging.getLogger(__name__)
 
 _PIN_CHUNK_BYTES = 64 * MIB
 _warned_unpinned = False
+_preferred_node: int | None = None
+_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # numbers of the system call, which libc doesn't wrap
+_MPOL_PREFERRED = 1
+
+
+def prefer_node(index: int | None) -> None:
+    """From now on buffers that no other rank shares get their memory from this NUMA node, others' when it is full."""
+    global _preferred_node
+    _preferred_node = index
 
 
 class HostBuffer:
@@ -43,6 +55,8 @@ class HostBuffer:
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
                 if hasattr(mmap, advice):
                     memory.madvise(getattr(mmap, advice))
+        if ranks is None and _preferred_node is not None:
+            _take_from_node(self._map, size, _preferred_node)
         self._registered: list[int] = []
         self._spans: list[tuple[int, int]] = [(0, nbytes)]
         """[start, end) pieces that one transfer may cover: a transfer can't cross two pinned regions."""
@@ -147,6 +161,23 @@ class HostBuffer:
         self._registered = []
         self._spans = [(0, self.nbytes)]
         self.pinned = False
+
+
+def _take_from_node(memory: mmap.mmap, nbytes: int, node: int) -> None:
+    """Before the memory is touched. A preference only: where it can't be had, pages come from elsewhere."""
+    address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MPOL_PREFERRED, mask, len(mask) * bits + 1, 0
+    if _MBIND is None or libc.syscall(ctypes.c_long(_MBIND), *arguments) != 0:
+        prefer_node(None)
+        logger.info(
+            "host memory can't be taken from NUMA node %d on purpose (%s): it comes from where threads run first",
+            node,
+            os.strerror(ctypes.get_errno()) if _MBIND is not None else platform.machine(),
+        )
 
 
 def _has_own_pages(memory: torch.Tensor) -> bool:
