@@ -32,8 +32,8 @@ beyond what is allocated. Measured: 15 to 19 % at 7B. Flats and states are exact
 
 EXCHANGE_ELEMENTS = 2**26
 EXCHANGE_BYTES_PER_ELEMENT = 10
-"""Of a gradient that ranks exchange: at most so many elements are under way (two chunks), with what is sent, received and
-summed up (runtime/gradient_exchange.py)."""
+"""Of a gradient that ranks exchange: at most so many elements are under way (two chunks), with what is sent, received
+and summed up (runtime/gradient_exchange.py)."""
 
 
 # The program is scaled to coefficients around 1..10^4: MiB and milliseconds. Nothing else is.
