@@ -315,11 +315,14 @@ def deepspeed_config(arguments: argparse.Namespace) -> dict:
 
 
 def all_resident(plan):
-    """The same plan with all it places on the GPU, updates included."""
+    """The same plan with all it places on the GPU, updates included; what is recomputed stays so."""
     from lazytrain_plugin.vocab import Tier, Updater
 
-    on_gpu = dict.fromkeys(("weights", "states", "gradients", "boundary", "saved"), Tier.GPU)
-    at_home = lambda unit: replace(unit, **on_gpu, updater=Updater.GPU)  # noqa: E731
+    on_gpu = dict.fromkeys(("weights", "states", "gradients", "saved"), Tier.GPU) | {"updater": Updater.GPU}
+
+    def at_home(unit):
+        return replace(unit, **on_gpu, boundary=unit.boundary and Tier.GPU)  # None: dropped
+
     return replace(plan, units=tuple(map(at_home, plan.units)), stem=tuple(map(at_home, plan.stem)))
 
 

@@ -707,6 +707,20 @@ def test_engine_compile_compiles_each_layer(placement, tmp_path):
     assert 1 <= len(graphs) <= 2
 
 
+@pytest.mark.parametrize("placement", [STREAMED, KEPT], ids=str)
+def test_layers_with_compiled_backward(placement, tmp_path):
+    """Forward and backward graphs made ahead of time: what is saved between them are weights in slots, too."""
+    torch._dynamo.reset()
+    model = build()
+    expected, _ = train_torch(model, ACCUMULATING)
+    engine = initialize(model, adamw(model.parameters()), tmp_path, placement=placement, accumulation=2)
+    engine.compile(backend="aot_eager")
+    got, _ = run_engine(engine, ACCUMULATING)
+    engine.destroy()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5)
+
+
 def test_a_compiled_layer_is_an_ordinary_one_after_destroy(tmp_path):
     torch._dynamo.reset()
     model = build()
