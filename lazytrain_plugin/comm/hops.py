@@ -151,12 +151,26 @@ class Hops:
                 f"{who}; see the first error of that rank's log, then resume from the last checkpoint. ({error})"
             ) from error
 
+    @property
+    def _failure_key(self) -> str:
+        """Of the store: whether a reduction of these ranks failed; below it, the ranks that know."""
+        return f"lazytrain/failed/{self.job.group_name}"
+
+    def answer(self) -> None:
+        """A rank that waits for a reduction calls it now and then. Its own collective may fail long after one of other
+        ranks has: so that they name the rank that is gone and not this one."""
+        with contextlib.suppress(RuntimeError, AttributeError):
+            store = dist.distributed_c10d._get_default_store()
+            if store.check([self._failure_key]):
+                store.set(f"{self._failure_key}/{self.ranks[self.rank]}", "1")
+
     def _silent_ranks(self) -> list[int]:
         """Global ranks that don't report, within `SIGN_OF_LIFE_S`, that this reduction failed for them too."""
         try:
             # The store of the rendezvous: it needs no collective, and under a launcher it outlives every rank.
             store = dist.distributed_c10d._get_default_store()
-            key = f"lazytrain/failed/{self.job.group_name}"
+            key = self._failure_key
+            store.set(key, "1")
             store.set(f"{key}/{self.ranks[self.rank]}", "1")
             missing = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
             end = time.monotonic() + SIGN_OF_LIFE_S

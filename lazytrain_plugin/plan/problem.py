@@ -30,10 +30,10 @@ FRAGMENTATION_FRAC = 0.19
 beyond what is allocated. Measured: 15 to 19 % at 7B. Flats and states are exact."""
 
 
-EXCHANGE_ELEMENTS = 2**26
-EXCHANGE_BYTES_PER_ELEMENT = 10
-"""Of a gradient that ranks exchange: at most so many elements are under way (two chunks), with what is sent, received
-and summed up (runtime/gradient_exchange.py)."""
+EXCHANGE_ELEMENTS = 2**25
+EXCHANGE_BYTES_PER_ELEMENT = 16
+"""Of a gradient that ranks exchange: at most so many elements are under way (some chunks), with what is sent, received,
+coded and summed up (runtime/gradient_exchange.py)."""
 
 
 # The program is scaled to coefficients around 1..10^4: MiB and milliseconds. Nothing else is.
@@ -194,8 +194,11 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
 def _exchange_bytes(model: ModelProfile, request: PlanRequest) -> int:
     if request.local_ranks * request.nodes == 1:
         return 0
-    largest = max((unit.num_trainable for unit in (*model.units, *model.stem)), default=0)
-    return EXCHANGE_BYTES_PER_ELEMENT * min(EXCHANGE_ELEMENTS, largest)
+    units = (*model.units, *model.stem)
+    largest = max((unit.num_trainable for unit in units), default=0)
+    # Of two units this rank's part of the mean: one is made while one is on its way home.
+    means = 2 * max((unit.gradient_bytes for unit in units), default=0) // request.local_ranks
+    return EXCHANGE_BYTES_PER_ELEMENT * min(EXCHANGE_ELEMENTS, largest) + means
 
 
 def _seen_by_a_rank(hardware: HardwareProfile, ranks: int) -> HardwareProfile:

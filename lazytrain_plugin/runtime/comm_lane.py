@@ -21,10 +21,14 @@ class CommLane:
     """Does work in the order in which it is submitted, so that all ranks launch the same collectives in one order.
 
     On CUDA the caller launches it, on a stream of its own. On the CPU, where collectives block, a thread does it.
+
+    Args:
+        meanwhile: called now and then by a thread that waits.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, meanwhile: Callable[[], None]) -> None:
         self._streams = streams
+        self._meanwhile = meanwhile
         self._worker = None if streams.is_cuda else UpdateWorker("comm")
         self.slots = 1
         """How many reductions may be under way while the next gradients are computed."""
@@ -63,19 +67,18 @@ class CommLane:
                 self._streams.compute_waits(done, "gradients")
                 continue
             with self._streams.host_waits("gradients"):
-                _wait(done)
+                self._wait(done)
+
+    def _wait(self, ticket: Ticket) -> None:
+        try:
+            ticket.wait(self._meanwhile)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, CommunicationError):
+                raise error.__cause__ from None  # its own text says all
+            raise
 
     def close(self) -> None:
         """Ends the thread once its work is done, and doesn't wait for that: other ranks may be gone."""
         self._under_way.clear()
         if self._worker is not None:
             self._worker.close(wait=False)
-
-
-def _wait(ticket: Ticket) -> None:
-    try:
-        ticket.wait()
-    except RuntimeError as error:
-        if isinstance(error.__cause__, CommunicationError):
-            raise error.__cause__ from None  # its own text says all
-        raise

@@ -37,10 +37,9 @@ from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.unit_table import UnitTable
 from lazytrain_plugin.units import align_up
 
-CHUNK_ELEMENTS = 2**25
-"""Elements that are sent at once in full precision; bounds the buffers: 10 bytes for each with bf16 gradients."""
-CODED_CHUNK_ELEMENTS = 2**23
-"""In codes, where some chunks are under way at once: 16 bytes for each."""
+CHUNK_ELEMENTS, CODED_CHUNK_ELEMENTS = 2**24, 2**23
+"""Elements that are sent at once, in full precision and in codes. Two or three chunks are under way at a time, with 10
+and 16 bytes for each element of bf16 gradients (plan/problem.py)."""
 
 Contribution = dict[UnitTensor, torch.Tensor]
 """One gradient per tensor, 1-D in storage order."""
@@ -66,7 +65,7 @@ class GradientExchange:
     ) -> None:
         self._ranks = ranks
         self.between = between
-        self._lane = CommLane(streams)
+        self._lane = CommLane(streams, ranks.hops.answer)
         self._sink = sink
         self._streams = streams
         self._in_order = [unit for unit in (*reversed(table.head), *reversed(table.units)) if unit.trained]
@@ -115,6 +114,7 @@ class GradientExchange:
             self._under_way = False
             self._advance(len(self._in_order))
             self._next = 0
+            self._lane.launched()
             rounds = [len(self._waiting[unit]) for unit in self.units]
             for unit, count in zip(self.units, self._ranks.maximum(rounds, "end of backward"), strict=True):
                 mine = self._waiting[unit]
@@ -166,10 +166,10 @@ class GradientExchange:
         return self._ranks.num_nodes
 
     def use_slots(self, spare: int) -> int:
-        """Takes gradient slots besides the one that is being filled, and returns how many are left to the sink: none,
-        for a mean leaves the device while the next is being made."""
+        """Takes the gradient slots besides the one that is being filled, and returns how many means may be on their way
+        home: one, for which plans of several ranks keep memory."""
         self._lane.slots = spare
-        return 0
+        return min(spare, 1)
 
     def close(self) -> None:
         """Ends the thread, if there is one."""

@@ -6,6 +6,9 @@ import queue
 import threading
 from collections.abc import Callable
 
+LOOK_UP_S = 0.5
+"""Between two calls of what a waiting thread does meanwhile."""
+
 
 class Ticket:
     """One piece of work of a thread. `wait` re-raises what went wrong there."""
@@ -22,8 +25,10 @@ class Ticket:
     def done(self) -> bool:
         return self._done.is_set() and self._error is None
 
-    def wait(self) -> None:
-        self._done.wait()
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Returns when the work is done; calls `meanwhile` now and then until it is."""
+        while not self._done.wait(None if meanwhile is None else LOOK_UP_S) and meanwhile is not None:
+            meanwhile()
         if self._error is not None:
             name = self.thread_name
             raise RuntimeError(f"{self.label} failed in the {name} thread: {self._error}") from self._error

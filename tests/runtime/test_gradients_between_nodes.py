@@ -22,8 +22,8 @@ from tests.comm.test_reducer import check_bound
 from tests.runtime.rig import make_executor, plan_for
 from tests.runtime.test_several_ranks import Skips, WideBlock, global_batches, weights
 
-LAYOUTS = [(2, 1), (4, 2), (3, 1)]
-"""Ranks, ranks per node."""
+LAYOUTS = [("cpu", 2, 1), ("cpu", 4, 2), ("cpu", 3, 1), pytest.param(("cuda", 2, 1), marks=pytest.mark.gpu)]
+"""Device, ranks, ranks per node."""
 ACCUMULATION, SMALL = 2, 10_000
 pytestmark = pytest.mark.multiprocess
 
@@ -36,12 +36,13 @@ class Model(Skips):
         self.layers = nn.ModuleList(WideBlock() for _ in range(3))
 
 
-def build(ranks, device, *, smallest=1, home="cpu", slots=3, bits=8):
+def build(ranks, device, *, smallest=1, home="cpu", slots=3, bits=8, late_s=0.0):
     torch.manual_seed(7)
     model = Model()
     plan = replace(plan_for(model, home=home, device=device.type), gradient_slots=slots)
     between = BetweenNodes(ranks.hops, bits, smallest)
-    return make_executor(model, plan, device=str(device), native=True, ranks=ranks, between_nodes=between), between
+    options = {"device": str(device), "native": True, "ranks": ranks, "between_nodes": between}
+    return make_executor(model, plan, transfer_delay_s=late_s, **options), between
 
 
 def backward(executor, ranks, device, *, accumulation=1, factor=1.0):
@@ -77,6 +78,7 @@ def everything(rank, device, ranks_per_node):
         "codes": {},
         "on the gpu": {"home": "gpu"},
         "one after the other": {"slots": 1},
+        "late": {"late_s": 0.01} if device.type == "cuda" else {"slots": 2},
         "in full": {"bits": 16},
         "small in full": {"smallest": SMALL},
     }.items():
@@ -127,8 +129,8 @@ def count_sent(ranks):
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def job(request):
-    world_size, ranks_per_node = request.param
-    results = succeed(everything, world_size, ranks_per_node, timeout_s=300)
+    device, world_size, ranks_per_node = request.param
+    results = succeed(everything, world_size, ranks_per_node, device=device, timeout_s=300)
     return world_size // ranks_per_node, ranks_per_node, results
 
 
@@ -171,7 +173,7 @@ def test_all_ranks_hold_the_same_bits_wherever_gradients_rest(job):
     *_, results = job
     reference = results[0]["codes"]
     for rank in results:
-        for which in ("codes", "on the gpu", "one after the other"):
+        for which in ("codes", "on the gpu", "one after the other", "late"):
             gradients, norm, applied, masters, *_ = rank[which]
             assert applied and norm == reference[1]
             assert all(torch.equal(gradients[name], value) for name, value in reference[0].items())
@@ -224,7 +226,7 @@ def test_bytes_on_the_wire(job):
 
 
 def test_backward_does_not_wait_for_the_network():
-    lane, sent, free = CommLane(Streams(torch.device("cpu"))), [], threading.Event()
+    lane, sent, free = CommLane(Streams(torch.device("cpu")), lambda: None), [], threading.Event()
     lane.submit(lambda: (free.wait(10), sent.append(1)), "first", [])
     assert not sent
     second = threading.Thread(target=lane.submit, args=(lambda: sent.append(2), "second", []))
@@ -239,7 +241,7 @@ def test_backward_does_not_wait_for_the_network():
 
 
 def test_a_failed_exchange_is_raised_where_the_model_runs():
-    lane = CommLane(Streams(torch.device("cpu")))
+    lane = CommLane(Streams(torch.device("cpu")), lambda: None)
 
     def fail():
         raise CommunicationError("Rank 0: nobody answers")
