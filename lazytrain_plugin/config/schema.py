@@ -168,6 +168,12 @@ class OptimizerConfig:
         None,
         Rule(kind="integer", nullable=True, choices=(32, 8)),
     )
+    embedding_state_bits: int = option(
+        "the same of the embedding (and of the head if they are tied) where state_bits is 8: 32, as bitsandbytes under "
+        "Trainer, or 8",
+        32,
+        Rule(kind="integer", choices=(32, 8)),
+    )
     implementation: str = option(
         "native: the fused kernels; torch: the optimizer's own step, unit by unit on fp32 masters, slower",
         "native",

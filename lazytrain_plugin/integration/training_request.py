@@ -84,6 +84,7 @@ def training_request(
         evaluation_tokens=config.plan.evaluation_tokens,
         fidelity=fidelity,
         state_bits=state_bits,
+        embedding_state_bits=max(state_bits, config.optimizer.embedding_state_bits),
         gradient_bits=gradient_bits,
         activation_bits=activation_bits,
         accumulation_steps=accumulation_steps,

@@ -126,9 +126,14 @@ def problem_of(
     request = replace(
         request, max_tokens=request.max_tokens or plan.max_tokens, fidelity=plan.fidelity, activation_bits=None
     )
+
+    def problem(state_bits: int, gradient_bits: int) -> PlacementProblem:
+        bits = {"state_bits": state_bits, "embedding_state_bits": state_bits, "gradient_bits": gradient_bits}
+        return build_problem(model, hardware, replace(request, **bits))
+
+    every_unit = (*plan.units, *plan.stem)
     by_bits = {
-        bits: build_problem(model, hardware, replace(request, state_bits=bits[0], gradient_bits=bits[1]))
-        for bits in {(unit.state_bits, unit.gradient_bits) for unit in (*plan.units, *plan.stem)} | {(32, 16)}
+        bits: problem(*bits) for bits in {(unit.state_bits, unit.gradient_bits) for unit in every_unit} | {(32, 16)}
     }
 
     def costs(part: str) -> tuple[UnitCost, ...]:

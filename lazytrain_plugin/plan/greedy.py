@@ -225,13 +225,13 @@ def _plan(problem: PlacementProblem, layout: _Layout) -> PlacementPlan:
         if not allows_home(problem, cost, home):
             home = "stream"  # frozen units have no states to place
         boundary = Tier.CPU if layout.boundaries_on_cpu else Tier.GPU
-        return UnitPlan(name=cost.name, **HOMES[home], state_bits=problem.state_bits, boundary=boundary)
+        return UnitPlan(name=cost.name, **HOMES[home], state_bits=cost.state_bits, boundary=boundary)
 
     def stem_unit(index: int, cost: UnitCost) -> UnitPlan:
         streams = layout.home == "stream_update" and cost.num_trainable > 0
         home = "gpu" if index in on_gpu else "stream_update" if streams else "cpu"
         fields = STEM_HOMES[home] if problem.has_gpu else HOMES["stream"]
-        return UnitPlan(name=cost.name, **fields, state_bits=problem.state_bits)
+        return UnitPlan(name=cost.name, **fields, state_bits=cost.state_bits)
 
     return empty_plan(
         problem,

@@ -15,7 +15,7 @@ from lazytrain_plugin.plan.formats import coding_flop
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.unit_cost import STEM_STAGING_BYTES, StrategyCost, UnitCost
 from lazytrain_plugin.profile.hardware import HardwareProfile
-from lazytrain_plugin.profile.model import ModelProfile, StrategyProfile, UnitProfile
+from lazytrain_plugin.profile.model import ModelProfile, StrategyProfile, UnitProfile, UnitRole
 from lazytrain_plugin.units import GIB, MIB
 from lazytrain_plugin.vocab import Activations, Fidelity
 
@@ -152,7 +152,8 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
             element_bytes=model.activation_bytes,
             tokens=request.max_tokens,
         )
-        cost = _unit_cost(unit, hardware, request.max_tokens, request.state_bits, request.accumulation_steps, saving)
+        bits = request.embedding_state_bits if unit.role == UnitRole.EMBEDDING else request.state_bits
+        cost = _unit_cost(unit, hardware, request.max_tokens, bits, request.accumulation_steps, saving)
         cost = _with_codes(cost, unit, hardware, request)
         return cost if ranks == 1 else cost.divided(ranks)
 
@@ -282,6 +283,7 @@ def _unit_cost(
     return UnitCost(
         name=unit.name,
         role=unit.role,
+        state_bits=state_bits,
         num_trainable=unit.num_trainable,
         weight_bytes=unit.weight_bytes,
         gradient_bytes=unit.gradient_bytes,

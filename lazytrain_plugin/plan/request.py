@@ -67,6 +67,8 @@ class PlanRequest:
     fidelity: Fidelity = Fidelity.EXACT
     state_bits: int | None = None
     """32 or 8; None: what `fidelity` says (8 unless exact)."""
+    embedding_state_bits: int | None = None
+    """Of the embedding (the head too where they are tied), whose rows are updated in bursts; None: 32."""
     gradient_bits: int | None = None
     """Of gradients at rest: 16 (their own precision) or 8; None: what `fidelity` says (8 for compact)."""
     activation_bits: int | None = None
@@ -91,6 +93,8 @@ class PlanRequest:
         object.__setattr__(self, "fidelity", Fidelity(self.fidelity))
         if self.state_bits is None:
             object.__setattr__(self, "state_bits", 32 if self.fidelity == Fidelity.EXACT else 8)
+        if self.embedding_state_bits is None:
+            object.__setattr__(self, "embedding_state_bits", 32)
         if self.gradient_bits is None:
             object.__setattr__(self, "gradient_bits", 8 if self.fidelity == Fidelity.COMPACT else 16)
         if self.activation_bits is None:

@@ -313,7 +313,7 @@ def _read_plan(problem: PlacementProblem, v: variables.Variables, values: list[f
             UnitPlan(
                 name=cost.name,
                 **HOMES[home],
-                state_bits=problem.state_bits,
+                state_bits=cost.state_bits,
                 activations=activations,
                 saved=saved,
                 saved_bits=cost.planned_bits(activations),
@@ -324,7 +324,7 @@ def _read_plan(problem: PlacementProblem, v: variables.Variables, values: list[f
     for s, cost in enumerate(problem.stem):
         home = "gpu" if chosen(v.stem_on_gpu[s]) else "stream_update" if chosen(v.stem_streams[s]) else "cpu"
         fields = STEM_HOMES[home] if problem.has_gpu else HOMES["stream"]
-        stem.append(UnitPlan(name=cost.name, **fields, state_bits=problem.state_bits))
+        stem.append(UnitPlan(name=cost.name, **fields, state_bits=cost.state_bits))
     return empty_plan(problem, units, stem)
 
 

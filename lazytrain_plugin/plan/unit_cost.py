@@ -46,6 +46,8 @@ class UnitCost:
     gradient_bytes: int
     remainder_bytes: int
     moment_bytes: int
+    state_bits: int = 32
+    """Of a moment of its larger tensors."""
     accumulator_bytes: int
     """Sums over micro-batches; 0 without accumulation."""
     gradient_code_bytes: int = 0

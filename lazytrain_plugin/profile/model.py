@@ -15,6 +15,8 @@ from lazytrain_plugin.vocab import Activations
 
 STATE_ALIGNMENT_ELEMENTS = 256
 """Each tensor's states start at a multiple of this: the block of the 8-bit states never straddles two tensors."""
+LEAST_CODED_NUMEL = 4096
+"""Tensors with fewer elements keep 32-bit states under 8-bit plans: norms and biases, as in bitsandbytes."""
 FLAT_ALIGNMENT_BYTES = 1024
 """Each tensor's weights and gradients start at a multiple of this inside a flat (256 fp32 elements)."""
 LOSS_CHUNK_TOKENS = 2048
@@ -143,9 +145,23 @@ class UnitProfile:
         return 2 * self.state_numel if split else 0
 
     def moment_bytes(self, state_bits: int) -> int:
-        """Both Adam moments: fp32, or 8-bit codes with an fp32 scale for each block of 256."""
+        """Both Adam moments: fp32, or 8-bit codes with an fp32 scale for each block of 256, and fp32 for small ones.
+
+        (Small tensors have unused codes too: places are the same in all flats.)
+        """
         numel = self.state_numel
-        return 8 * numel if state_bits == 32 else 2 * (numel + 4 * (numel // STATE_ALIGNMENT_ELEMENTS))
+        if state_bits == 32:
+            return 8 * numel
+        return 2 * (numel + 4 * (numel // STATE_ALIGNMENT_ELEMENTS)) + 8 * self.exact_numel
+
+    @property
+    def exact_numel(self) -> int:
+        """Elements, padded, of trainable tensors that are too small for 8-bit states."""
+        return sum(
+            align_up(tensor.numel, STATE_ALIGNMENT_ELEMENTS)
+            for tensor in self.tensors
+            if tensor.trainable and tensor.numel < LEAST_CODED_NUMEL
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

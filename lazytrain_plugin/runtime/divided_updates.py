@@ -30,8 +30,7 @@ class DividedUpdates(StreamedUpdates):
     def launch(self, unit: Unit, arrived: dict[UnitTensor, Arrival], steps: dict[UnitTensor, AdamWStep]):
         """Starts the update of this rank's part; returns the event of its arrival at home, None where it has none."""
         home = unit.home
-        max_blocks = self._slot_bytes // self._bytes_per_block(home)
-        chunks = cut(arrived, home.layout, max_blocks, home.part(home.ranks.local_rank))
+        chunks = cut(arrived, home.layout, self._max_blocks(home), home.part(home.ranks.local_rank))
         if not chunks:
             return None
         update = StreamedUpdate(unit, steps, chunks, None, _nothing, _nothing)

@@ -112,7 +112,8 @@ class Executor:
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         groups = self.optimizer.param_groups if self.optimizer is not None and self.updater is not None else []
-        table = self._table = UnitTable(self.model, discovery, dtypes, groups)
+        least = self.updater.least_coded_numel if isinstance(self.updater, NativeAdamW) else 0
+        table = self._table = UnitTable(self.model, discovery, dtypes, groups, least_coded_numel=least)
         self.units, self.stem, self.owner = table.units, table.stem, table.owner
         self.trained_tensors, self.update_order = table.trained_tensors, table.update_order
 

@@ -20,7 +20,7 @@ from lazytrain_plugin.runtime.nvme.states import NvmeStates
 from lazytrain_plugin.runtime.nvme.stores import NvmeStores
 from lazytrain_plugin.runtime.nvme.weights import NvmeWeights
 from lazytrain_plugin.runtime.rank_group import RankGroup
-from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, CODEC, MOMENTS, state_flats
+from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, CODEC, MOMENTS, has_codes, state_flats
 from lazytrain_plugin.vocab import Tier, Updater
 
 
@@ -212,9 +212,11 @@ class UnitHome:
         return tensor.state_view(self.remainder) if tensor.is_split else None
 
     def moment(self, tensor: UnitTensor, name: str) -> torch.Tensor | Moment8:
-        if self.plan.state_bits == 8:
+        if has_codes(tensor, self.plan):
             codes, scales = self.moments[f"{name}.codes"], self.moments[f"{name}.scales"]
             return Moment8(codes=tensor.state_view(codes), scales=tensor.block_view(scales))
+        if self.plan.state_bits == 8:
+            return tensor.exact_view(self.moments[name])
         return tensor.state_view(self.moments[name])
 
     def gradient(self, tensor: UnitTensor) -> Gradient:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lazytrain_plugin.profile.model import LEAST_CODED_NUMEL
 from lazytrain_plugin.units import align_up
 
 ALIGNMENT_ELEMENTS = 256
@@ -38,6 +39,8 @@ class UnitTensor:
     gradient_offset_bytes: int = 0
     state_offset: int = 0
     """In elements of the trained part."""
+    exact_offset: int | None = None
+    """Too small for 8-bit states: in elements of the flats of fp32 moments that an 8-bit plan has beside the codes."""
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +67,10 @@ class UnitTensor:
         """This tensor's part of a flat with one element per trained element."""
         return flat[self.state_offset : self.state_offset + self.numel]
 
+    def exact_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This tensor's part of a flat with the elements of the tensors that are too small for 8-bit states."""
+        return flat[self.exact_offset : self.exact_offset + self.numel]
+
     def block_view(self, flat: torch.Tensor) -> torch.Tensor:
         """This tensor's part of a flat with one element per block of 256."""
         first = self.state_offset // ALIGNMENT_ELEMENTS
@@ -78,21 +85,30 @@ class FlatLayout:
     weight_bytes: int
     gradient_bytes: int
     state_numel: int
+    exact_numel: int = 0
+    """Elements of the tensors that are too small for 8-bit states, padded."""
 
     @property
     def trained(self) -> tuple[UnitTensor, ...]:
         return tuple(tensor for tensor in self.tensors if tensor.trained)
 
 
-def lay_out(named: list[tuple[str, nn.Parameter]], dtypes: dict[nn.Parameter, torch.dtype], trained) -> FlatLayout:
+def lay_out(
+    named: list[tuple[str, nn.Parameter]],
+    dtypes: dict[nn.Parameter, torch.dtype],
+    trained,
+    *,
+    least_coded_numel: int = LEAST_CODED_NUMEL,
+) -> FlatLayout:
     """Lays the parameters of one unit out.
 
     Args:
         named: (name, parameter) pairs, each parameter once.
         dtypes: dtype of each weight at home.
         trained: predicate on a parameter.
+        least_coded_numel: tensors with fewer elements have 32-bit states under 8-bit plans too.
     """
-    weight_bytes = gradient_bytes = state_numel = 0
+    weight_bytes = gradient_bytes = state_numel = exact_numel = 0
     tensors = []
     for name, parameter in sorted(named, key=lambda item: not trained(item[1])):
         dtype, numel = dtypes[parameter], parameter.numel()
@@ -111,8 +127,11 @@ def lay_out(named: list[tuple[str, nn.Parameter]], dtypes: dict[nn.Parameter, to
             tensor.gradient_offset_bytes, tensor.state_offset = gradient_bytes, state_numel
             gradient_bytes = align_up(gradient_bytes + tensor.nbytes, ALIGNMENT_BYTES)
             state_numel = align_up(state_numel + numel, ALIGNMENT_ELEMENTS)
+            if numel < least_coded_numel:
+                tensor.exact_offset = exact_numel
+                exact_numel = align_up(exact_numel + numel, ALIGNMENT_ELEMENTS)
         tensors.append(tensor)
-    return FlatLayout(tuple(tensors), weight_bytes, gradient_bytes, state_numel)
+    return FlatLayout(tuple(tensors), weight_bytes, gradient_bytes, state_numel, exact_numel)
 
 
 def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lazytrain_plugin.plan.result import UnitPlan
-from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout
+from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """Names of the AdamW moments and whether their values are signed."""
@@ -24,6 +24,13 @@ def state_flats(layout: FlatLayout, plan: UnitPlan, *, native: bool) -> list[tup
             if plan.state_bits == 8:
                 flats.append((f"{name}.codes", torch.uint8, numel))
                 flats.append((f"{name}.scales", torch.float32, numel // ALIGNMENT_ELEMENTS))
+                if layout.exact_numel:
+                    flats.append((name, torch.float32, layout.exact_numel))
             else:
                 flats.append((name, torch.float32, numel))
     return flats
+
+
+def has_codes(tensor: UnitTensor, plan: UnitPlan) -> bool:
+    """Whether the tensor's moments are in 8 bits."""
+    return plan.state_bits == 8 and tensor.exact_offset is None

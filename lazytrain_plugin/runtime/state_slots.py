@@ -19,7 +19,7 @@ from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import Gradient
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
-from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, state_flats
+from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, MOMENTS, has_codes, state_flats
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.units import align_up
 
@@ -63,6 +63,15 @@ class Chunk:
         """With padding between and after tensors: whole blocks of 256."""
         last = self.spans[-1]
         return align_up(last.tensor.state_offset + last.start + last.numel, BLOCK) - self.first_element
+
+    def exact_range(self) -> tuple[int, int]:
+        """[first, end) of the elements with 32-bit states beside codes, in their flats; they are neighbours there."""
+        offsets = [
+            (span.tensor.exact_offset + span.start, span.numel)
+            for span in self.spans
+            if span.tensor.exact_offset is not None
+        ]
+        return (offsets[0][0], sum(offsets[-1])) if offsets else (0, 0)
 
     def byte_range(self, offset_name: str) -> tuple[int, int]:
         """[start, end) in the flat of weights or gradients, where tensors of several dtypes lie side by side."""
@@ -120,8 +129,9 @@ def _spans(run: list[UnitTensor], start: int, end: int) -> Iterator[Span]:
 
 
 def bytes_per_block(home: UnitHome, *, with_weights: bool = False) -> int:
-    """What 256 elements of a unit take in a slot: states, the gradient or its sum, and weights that pass with them."""
-    flats = state_flats(home.layout, home.plan, native=True)
+    """What 256 elements of a unit take in a slot: states, the gradient or its sum, and weights that pass with them;
+    without `exact_bytes`."""
+    flats = [flat for flat in state_flats(home.layout, home.plan, native=True) if not _is_exact(flat[0], home.plan)]
     num_blocks = home.layout.state_numel // BLOCK
     return (
         sum(dtype.itemsize * numel for _, dtype, numel in flats) // num_blocks
@@ -130,12 +140,23 @@ def bytes_per_block(home: UnitHome, *, with_weights: bool = False) -> int:
     )
 
 
+def exact_bytes(home: UnitHome) -> int:
+    """What all 32-bit moments beside codes take, which a slot has room for in any case."""
+    flats = state_flats(home.layout, home.plan, native=True)
+    return sum(dtype.itemsize * numel for key, dtype, numel in flats if _is_exact(key, home.plan))
+
+
+def _is_exact(key: str, plan: UnitPlan) -> bool:
+    """Whether it is the flat of the moments of tensors that are too small for codes."""
+    return plan.state_bits == 8 and any(key == name for name, _ in MOMENTS)
+
+
 class Staged:
     """The states and gradients of one chunk in a slot."""
 
     def __init__(self, chunk: Chunk, parts: dict[str, torch.Tensor], plan: UnitPlan) -> None:
         self._chunk, self._parts = chunk, parts
-        self._state_bits, self._gradient_bits = plan.state_bits, plan.gradient_bits
+        self._plan, self._gradient_bits = plan, plan.gradient_bits
 
     def weight(self, span: Span) -> torch.Tensor | None:
         """None: the weights did not pass with the states."""
@@ -145,8 +166,11 @@ class Staged:
         return self._elements("remainder", span) if span.tensor.is_split else None
 
     def moment(self, name: str, span: Span) -> torch.Tensor | Moment8:
-        if self._state_bits == 32:
-            return self._elements(name, span)
+        if not has_codes(span.tensor, self._plan):
+            if self._plan.state_bits == 32:
+                return self._elements(name, span)
+            first = span.tensor.exact_offset + span.start - self._chunk.exact_range()[0]
+            return self._parts[name][first : first + span.numel]
         first = self._first(span) // BLOCK
         scales = self._parts[f"{name}.scales"][first : first - (-span.numel // BLOCK)]
         return Moment8(codes=self._elements(f"{name}.codes", span), scales=scales)
@@ -226,6 +250,11 @@ class StateSlot:
             start, end = chunk.byte_range("weight_offset_bytes")
             yield WEIGHTS, torch.uint8, home.host_buffer, start, end - start
         for key, dtype, numel in flats:
+            if _is_exact(key, home.plan):
+                first, end = chunk.exact_range()
+                if first < end:
+                    yield key, dtype, home.state_buffers[key], first * dtype.itemsize, (end - first) * dtype.itemsize
+                continue
             block_bytes = numel // num_blocks * dtype.itemsize
             start = chunk.first_element // BLOCK * block_bytes
             yield key, dtype, home.state_buffers[key], start, chunk.numel // BLOCK * block_bytes

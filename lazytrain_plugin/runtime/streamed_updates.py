@@ -35,7 +35,7 @@ from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.slots import WeightSlot, WeightSlots
-from lazytrain_plugin.runtime.state_slots import BLOCK, Chunk, Staged, StateSlot, bytes_per_block, cut
+from lazytrain_plugin.runtime.state_slots import BLOCK, Chunk, Staged, StateSlot, bytes_per_block, cut, exact_bytes
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import NativeAdamW, StepScalars, update_span
@@ -106,7 +106,10 @@ class StreamedUpdates:
         self._place = {unit: i for i, unit in enumerate(forward_order)}
         self._weight_slots = weight_slots
         streaming = [unit for unit in forward_order if unit.home.plan.streams_states and unit.trained]
-        sizes = [self._bytes_per_block(unit.home) * (self._numel(unit.home) // BLOCK) for unit in streaming]
+        sizes = [
+            self._bytes_per_block(unit.home) * (self._numel(unit.home) // BLOCK) + exact_bytes(unit.home)
+            for unit in streaming
+        ]
         self._slot_bytes = min(max(sizes, default=0), STEM_STAGING_BYTES)
         count = plan.state_slots if streaming else 0
         self._slots = [
@@ -118,6 +121,10 @@ class StreamedUpdates:
 
     def _bytes_per_block(self, home: UnitHome) -> int:
         return bytes_per_block(home, with_weights=self._with_weights)
+
+    def _max_blocks(self, home: UnitHome) -> int:
+        """Blocks of 256 elements that a slot has room for, beside all of the unit's small tensors."""
+        return (self._slot_bytes - exact_bytes(home)) // self._bytes_per_block(home)
 
     def _numel(self, home: UnitHome) -> int:
         """Trained elements of a unit that pass."""
@@ -143,8 +150,7 @@ class StreamedUpdates:
             resolve: waits for the update and calls `unit.settle`.
         """
         steps = {tensor: updater.next_step(tensor, scalars) for tensor in arrived}
-        max_blocks = self._slot_bytes // self._bytes_per_block(unit.home)
-        chunks = cut(arrived, unit.layout, max_blocks)
+        chunks = cut(arrived, unit.layout, self._max_blocks(unit.home))
         if not chunks:
             return  # tensors without elements
         unit.mark_streamed(StreamedUpdate(unit, steps, chunks, stepped, partial(self.begin, unit), resolve))

@@ -9,7 +9,7 @@ from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.runtime.gradient_format import as_values
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.state import ParamRecord, StateValue
-from lazytrain_plugin.runtime.state_layout import MOMENTS
+from lazytrain_plugin.runtime.state_layout import MOMENTS, has_codes
 from lazytrain_plugin.runtime.streams import Trace
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import gradient_of
@@ -56,7 +56,7 @@ class ExecutorState:
             key: logical_order(tensor, value) if _elementwise(tensor, value) else value
             for key, value in self.executor.updater.read_state(unit, tensor).items()
         }
-        if state and self._has_codec(unit):
+        if state and self._has_codec(unit, tensor):
             state |= unit.home.read_codec(tensor)
         return state
 
@@ -70,7 +70,7 @@ class ExecutorState:
             if "." not in key
         }
         self.executor.updater.write_state(unit, tensor, plain)
-        if state and self._has_codec(unit) and f"{MOMENTS[0][0]}.codes" in state:
+        if state and self._has_codec(unit, tensor) and f"{MOMENTS[0][0]}.codes" in state:
             unit.home.write_codec(tensor, state)
 
     def read_gradient(self, record: ParamRecord) -> torch.Tensor | None:
@@ -96,8 +96,8 @@ class ExecutorState:
     def _find(self, record: ParamRecord) -> tuple[Unit, UnitTensor]:
         return self.executor.owner[record.parameter]
 
-    def _has_codec(self, unit: Unit) -> bool:
-        return self.executor.updater.native and unit.home.plan.state_bits == 8
+    def _has_codec(self, unit: Unit, tensor: UnitTensor) -> bool:
+        return self.executor.updater.native and has_codes(tensor, unit.home.plan)
 
     def _forget_copies(self, unit: Unit) -> None:
         self.executor.forget_copies(unit)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.errors import UnsupportedModelError
+from lazytrain_plugin.profile.model import LEAST_CODED_NUMEL
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.layout import UnitTensor, lay_out
 from lazytrain_plugin.runtime.unit import Unit
@@ -18,6 +19,7 @@ class UnitTable:
 
     Args:
         groups: the optimizer's `param_groups`; empty: nothing is trained.
+        least_coded_numel: tensors with fewer elements have 32-bit states under 8-bit plans too.
     """
 
     def __init__(
@@ -26,14 +28,18 @@ class UnitTable:
         discovery: Discovery,
         dtypes: dict[nn.Parameter, torch.dtype],
         groups: list[dict[str, Any]],
+        *,
+        least_coded_numel: int = LEAST_CODED_NUMEL,
     ) -> None:
         # A frozen parameter in a group (optimizers are often given all of them) has no gradient, so no states either.
         place_in_group = {
             p: (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"]) if p.requires_grad
         }
-        make = lambda found: Unit(  # noqa: E731
-            found.name, found.module, lay_out(list(found.parameters), dtypes, place_in_group.__contains__)
-        )
+
+        def make(found) -> Unit:
+            named, trained = list(found.parameters), place_in_group.__contains__
+            return Unit(found.name, found.module, lay_out(named, dtypes, trained, least_coded_numel=least_coded_numel))
+
         self.units = [make(found) for found in discovery.units]
         self.stem = [make(found) for found in discovery.stem]
         self.owner: dict[nn.Parameter, tuple[Unit, UnitTensor]] = {

@@ -12,6 +12,7 @@ from torch import nn
 
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, Moment8, accumulate, adamw_8bit, adamw_fp32
+from lazytrain_plugin.profile.model import LEAST_CODED_NUMEL
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import Gradient, as_values, part_of
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, UnitTensor
@@ -81,8 +82,10 @@ class NativeAdamW:
 
     native = True
 
-    def __init__(self, *, decoupled: bool) -> None:
+    def __init__(self, *, decoupled: bool, least_coded_numel: int = LEAST_CODED_NUMEL) -> None:
         self._decoupled = decoupled
+        self.least_coded_numel = least_coded_numel
+        """Tensors with fewer elements have 32-bit states under 8-bit plans too."""
         self.steps: dict[UnitTensor, int] = {}
         """Updates done per tensor; a tensor without a gradient in a step does not count it, as in torch."""
 

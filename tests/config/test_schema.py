@@ -31,7 +31,7 @@ def test_json_schema_for_editors():
     optimizer = schema["properties"]["optimizer"]["properties"]
     assert optimizer["state_bits"]["enum"] == [32, 8, None]
     assert optimizer["threads"]["default"] is None
-    assert set(optimizer) == {"state_bits", "implementation", "threads"}
+    assert set(optimizer) == {"state_bits", "embedding_state_bits", "implementation", "threads"}
     assert all(entry["description"] for entry in schema["properties"].values())
 
 

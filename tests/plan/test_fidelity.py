@@ -9,10 +9,12 @@ from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import check_plan, problem_of
 from lazytrain_plugin.plan.fidelity import advise, lossy_choices
 from lazytrain_plugin.plan.greedy import greedy_plan, leanest_plan
+from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import simulate
+from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Fidelity
 from tests.plan import builders
 
@@ -30,7 +32,7 @@ def test_an_exact_plan_has_no_lossy_choice():
 
 
 def test_each_lossy_choice_is_compared_with_the_same_placement_without_it():
-    model, machine = builders.model(6), builders.hardware(**SLOW_LINK)
+    model, machine = builders.model(7), builders.hardware(**SLOW_LINK)
     request = PlanRequest(max_tokens=64, fidelity="compact")
     plan = leanest_plan(build_problem(model, machine, request))
     plan = replace(
@@ -39,8 +41,8 @@ def test_each_lossy_choice_is_compared_with_the_same_placement_without_it():
         stem=tuple(replace(unit, gradient_bits=8) for unit in plan.stem),
     )
     states, gradients = lossy_choices(plan, model, machine, request)
-    assert "states" in states.what and states.num_units == 8
-    assert "gradients" in gradients.what and gradients.num_units == 8
+    assert "states" in states.what and states.num_units == 8  # all but the embedding
+    assert "gradients" in gradients.what and gradients.num_units == 9
 
     exact = replace(
         plan,
@@ -101,3 +103,17 @@ def test_a_compact_plan_carries_its_bits_and_survives_its_file():
     ledger = check_plan(plan, model, machine, request)
     assert ledger.total_bytes() == plan.predicted_bytes
     assert check_plan(plan, model, machine).total_bytes() == plan.predicted_bytes
+
+
+@pytest.mark.parametrize("planner", [greedy_plan, make_plan])
+def test_the_embedding_keeps_32_bit_states_unless_it_is_asked_for(planner):
+    model, machine = builders.model(2), builders.hardware()
+    for embedding_bits in (None, 8):
+        request = PlanRequest(max_tokens=64, fidelity="balanced", embedding_state_bits=embedding_bits)
+        plan = planner(model, machine, request)
+        bits = {unit.name: unit.state_bits for unit in (*plan.units, *plan.stem)}
+        embedding = next(unit.name for unit in model.stem if unit.role == UnitRole.EMBEDDING)
+        assert bits.pop(embedding) == (embedding_bits or 32)
+        assert set(bits.values()) == {8}
+        # The checker's problem, made from the plan alone, has the planner's bytes.
+        assert check_plan(plan, model, machine).total_bytes() == plan.predicted_bytes

@@ -39,7 +39,11 @@ COMPUTE_S = 2.70
 def problem_and_plan(cell):
     state_bits, resident, stem, weight_slots, *_ = CELLS[cell]
     request = PlanRequest(
-        max_tokens=32 * 1024, fidelity=Fidelity.BALANCED, state_bits=state_bits, weight_slots=weight_slots
+        max_tokens=32 * 1024,
+        fidelity=Fidelity.BALANCED,
+        state_bits=state_bits,
+        embedding_state_bits=state_bits,  # as it was when this was measured
+        weight_slots=weight_slots,
     )
     problem = build_problem(profile("7b"), HardwareProfile.load(H200), request)
     lean = leanest_plan(problem)

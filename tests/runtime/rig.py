@@ -104,16 +104,19 @@ def make_executor(
     native: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     dtype: torch.dtype | None = None,
+    least_coded_numel: int = 0,
     **kwargs,
 ) -> Executor:
+    """`least_coded_numel`: all tensors of this model are too small for 8-bit states in earnest."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    adamw = NativeAdamW(decoupled=True, least_coded_numel=least_coded_numel)
     executor = Executor(
         model,
         discover(model),
         torch.device(device),
         dtypes={p: dtype or p.dtype for p in model.parameters()},
         optimizer=optimizer,
-        updater=NativeAdamW(decoupled=True) if native else ClientOptimizer(optimizer),
+        updater=adamw if native else ClientOptimizer(optimizer),
         **kwargs,
     )
     executor.place(plan)
