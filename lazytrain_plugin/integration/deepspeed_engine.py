@@ -106,7 +106,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         refuse_parameters_of_others(optimizer, self.module)
         updater = make_updater(optimizer, config.optimizer.implementation)
         if ranks is not None:
-            refuse_for_several_ranks(updater, config)
+            refuse_for_several_ranks(updater)
         found = discover(self.module)
         logger.info(found.statement(has_gpu=device.type == "cuda"))
         self._modules_around_units = modules_around(self.module, [unit.name for unit in found.units])
@@ -139,7 +139,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
                 updater=updater,
                 side_outputs=RecordedOutputs(),
                 prepare_inputs=drop_caches,
-                nvme=nvme_tier(config),
+                nvme=nvme_tier(config, local_world_size=local_size),
                 ranks=ranks,
                 average_gradients=self.gradient_average,
                 between_nodes=None if ranks is None else make_between_nodes(ranks, config),

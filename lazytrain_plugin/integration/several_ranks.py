@@ -58,6 +58,8 @@ def make_rank_group(group: Any, device: torch.device, config: LazyTrainConfig) -
         ranks = RankGroup(device, group=group, topology=topology)
         _groups[key] = dist.group.WORLD, ranks
     logger.info("training on %s; the ranks of a node have one copy of the model", ranks.hops.topology.describe())
+    if ranks.is_first and config.nvme_paths:
+        logger.warning("nvme_path: of several ranks only activations rest there; weights and states stay in memory")
     return ranks
 
 
@@ -84,15 +86,13 @@ def describe_exchange(exchange: GradientExchange) -> str:
     return text
 
 
-def refuse_for_several_ranks(updater: NativeAdamW | ClientOptimizer | None, config: LazyTrainConfig) -> None:
+def refuse_for_several_ranks(updater: NativeAdamW | ClientOptimizer | None) -> None:
     """Raises ConfigError for what this version does for one rank only."""
     if updater is not None and not updater.native:
         raise ConfigError(
             "Several ranks train with the native AdamW update only: other optimizers look at whole tensors, of which "
             'each rank updates a part. Use AdamW (or Adam) with "optimizer.implementation": "native", or one process'
         )
-    if config.nvme_paths:
-        raise ConfigError("nvme_path works with one process only in this version; leave it out, or use one process")
 
 
 def shared_hardware(profile: HardwareProfile, ranks: RankGroup) -> HardwareProfile:

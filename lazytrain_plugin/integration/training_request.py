@@ -115,9 +115,16 @@ def measure_update_rate(state_bits: int) -> float:
     return numel / best_wall_s(update, repeats=UPDATE_SAMPLES)
 
 
-def nvme_tier(config: LazyTrainConfig) -> NvmeTier | None:
-    """The tier of the configured folders, None if there are none; nothing is made there before something goes there."""
+def nvme_tier(config: LazyTrainConfig, *, local_world_size: int = 1) -> NvmeTier | None:
+    """The tier of the configured folders, None if there are none; nothing is made there before something goes there.
+
+    Args:
+        local_world_size: ranks among which the space is divided; each has a folder of its own there.
+    """
     if not config.nvme_paths:
         return None
     slow_after_s = min(SLOW_AFTER_S, config.watchdog_s) if config.watchdog_s else math.inf
-    return NvmeTier(config.nvme_paths, limit_bytes=gib_to_bytes(config.nvme_gib), slow_after_s=slow_after_s)
+    limit_bytes = gib_to_bytes(config.nvme_gib)
+    if limit_bytes is not None:
+        limit_bytes //= local_world_size
+    return NvmeTier(config.nvme_paths, limit_bytes=limit_bytes, slow_after_s=slow_after_s)

@@ -73,6 +73,6 @@ def refuse_for_several_ranks(plan: PlacementPlan) -> None:
     for unit in (*plan.units, *plan.stem):
         if Tier.NVME in (unit.weights, unit.states, unit.gradient_tier):
             raise PlanMismatchError(
-                f"the plan gives {unit.name} a home on NVMe, which this version does for one rank only; make the plan "
-                "without (leave nvme_path out), or train with --num_processes 1"
+                f"the plan puts weights, states or gradients of {unit.name} on NVMe, which this version does for one "
+                "rank only (several ranks keep activations there); plan again without, or train with --num_processes 1"
             )

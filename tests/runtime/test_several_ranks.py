@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.comm.topology import Topology
+from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.runtime import activation_store, streamed_updates
+from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.vocab import Tier
@@ -140,13 +142,16 @@ def train(
     dtype=None,
     keep="none",
     offload=False,
+    disk=None,
     max_norm=0.0,
     accumulation=1,
 ):
     plan = plan_for(model, home=home, keep=keep, state_bits=state_bits, device=device.type)
-    if offload:  # inputs, and what is saved
-        plan = plan.with_units(boundary=Tier.CPU, saved=Tier.CPU)
-    executor = make_executor(model, plan, device=str(device), native=True, dtype=dtype, ranks=ranks)
+    if offload or disk:  # inputs, and what is saved
+        tier = Tier.NVME if disk else Tier.CPU
+        plan = plan.with_units(boundary=tier, saved=tier)
+    nvme = None if disk is None else NvmeTier([disk], block_bytes=4096)
+    executor = make_executor(model, plan, device=str(device), native=True, dtype=dtype, ranks=ranks, nvme=nvme)
     batches = iter(batches)
     norms = []
     for _ in range(STEPS):
@@ -161,6 +166,7 @@ def train(
         norms.append(executor.step(max_norm)[0].total)
     executor.flush()
     assert (executor.activations.tier.free_bytes > 0) == offload  # buffers that were used
+    assert nvme is None or nvme.used_bytes > 0
     return executor, norms
 
 
@@ -249,6 +255,28 @@ def test_bits_do_not_depend_on_the_plan(two, name, like):
     assert found[name][1] == found[like][1]
     for key, values in found[like][0].items():
         assert torch.equal(found[name][0][key], values)
+
+
+def activations_on_disk(rank, device, disk):
+    activation_store.SMALLEST_BYTES = 1
+    ranks = RankGroup(device)
+    case = {"model": "wide", "keep": "mixed", "max_norm": 0.1}
+    found = [run_case(ranks, device, 2, case | more) for more in ({"disk": disk}, {})]
+    model = Model()
+    plan = plan_for(model, device=device.type).with_units(states=Tier.NVME)
+    with pytest.raises(PlanMismatchError, match=r"states or gradients of layers\.0 on NVMe") as error:
+        make_executor(model, plan, device=str(device), native=True, ranks=ranks, nvme=NvmeTier([disk]))
+    return found, str(error.value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_rank_may_have_its_activations_on_disk(device, tmp_path):
+    ranks = succeed(activations_on_disk, 2, str(tmp_path), device=device)
+    for (on_disk, norms), (expected, expected_norms) in (found for found, _ in ranks):
+        assert norms == expected_norms
+        for key, values in expected.items():
+            assert torch.equal(on_disk[key], values)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("device", DEVICES)
