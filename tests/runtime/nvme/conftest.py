@@ -1,4 +1,7 @@
-"""Disks that fill up: small loop mounts. They need root; a machine that can't mount fails these tests loudly."""
+"""Folders on disks, and disks that fill up: small loop mounts.
+
+Those need root; a machine that can't mount fails these tests loudly.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from lazytrain_plugin.runtime import activation_store
 from lazytrain_plugin.units import MIB
+
+
+@pytest.fixture
+def everything_is_large(monkeypatch):
+    """Test models' activations are too small to be worth a transfer otherwise."""
+    monkeypatch.setattr(activation_store, "SMALLEST_BYTES", 1)
 
 
 @pytest.fixture

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from lazytrain_plugin.errors import StorageError
-from lazytrain_plugin.runtime import activation_store
 from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.runtime.nvme.region import Region
 from lazytrain_plugin.runtime.nvme.staging import Staging
@@ -21,14 +23,10 @@ from lazytrain_plugin.vocab import Activations, Fidelity, Tier
 from tests.runtime.rig import DEVICES, Block, Model, assert_same_weights, batches, make_executor, plan_for, train
 from tests.runtime.test_saving import Layer
 
+pytestmark = pytest.mark.usefixtures("everything_is_large")
 devices = pytest.mark.parametrize("device", DEVICES)
 HIDDEN_BYTES = 2 * 7 * 24 * 4
 """Of the hidden states of one of the rig's batches."""
-
-
-@pytest.fixture(autouse=True)
-def everything_is_large(monkeypatch):
-    monkeypatch.setattr(activation_store, "SMALLEST_BYTES", 1)
 
 
 def plan_of(model, device="cpu", *, nvme_slots=1, slots=1, every=1, home="cpu", **fields):
@@ -55,6 +53,16 @@ def trained(plan_fields, disk, device, steps, *, delay_s=0.0) -> tuple[Model, li
     return model, norms
 
 
+def three_steps(device):
+    return [batches(2 if seed == 1 else 1, device, seed=seed) for seed in range(3)]
+
+
+@functools.cache
+def trained_on_device(fields: tuple, device: str) -> tuple[Model, list[float]]:
+    with tempfile.TemporaryDirectory() as unused:
+        return trained(dict(fields), Path(unused), device, three_steps(device))
+
+
 @devices
 @pytest.mark.parametrize("delay_s", [0.0, 0.002])
 @pytest.mark.parametrize(
@@ -73,10 +81,9 @@ def trained(plan_fields, disk, device, steps, *, delay_s=0.0) -> tuple[Model, li
 )
 def test_the_same_bits_as_on_the_device(disk, device, fields, delay_s):
     """S-15, S-20: every disk request and every transfer late, one staging buffer or several, all strategies."""
-    steps = [batches(2 if seed == 1 else 1, device, seed=seed) for seed in range(3)]
     on_device = {key: Tier.GPU if value == Tier.NVME else value for key, value in fields.items()}
-    reference, expected = trained(on_device | {"boundary": Tier.GPU}, disk, device, steps)
-    model, norms = trained(fields, disk, device, steps, delay_s=delay_s)
+    reference, expected = trained_on_device(tuple((on_device | {"boundary": Tier.GPU}).items()), device)
+    model, norms = trained(fields, disk, device, three_steps(device), delay_s=delay_s)
     assert norms == expected
     assert_same_weights(model, reference)
 

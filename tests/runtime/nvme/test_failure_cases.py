@@ -12,35 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from lazytrain_plugin.runtime import activation_store
 from lazytrain_plugin.runtime.nvme.activations import NvmeActivations
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.units import MIB
-from lazytrain_plugin.vocab import Activations, Tier
-from tests.runtime.nvme.test_states import assert_same, big_model, executor_for, full_state
+from lazytrain_plugin.vocab import Tier
+from tests.runtime.nvme.rig import all_on_nvme, assert_same, big_model, executor_for, full_state
 from tests.runtime.rig import DEVICES, Block, Model, batches, plan_for, train
 
+pytestmark = pytest.mark.usefixtures("everything_is_large")
 REPOSITORY = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def everything_is_large(monkeypatch):
-    monkeypatch.setattr(activation_store, "SMALLEST_BYTES", 1)
-
-
-def all_on_nvme(plan, *, slots=2, **changes):
-    """Weights, states, gradients and activations; the stem's states and gradients."""
-    changes = {
-        "weights": Tier.NVME,
-        "states": Tier.NVME,
-        "gradients": Tier.NVME,
-        "boundary": Tier.NVME,
-        "saved": Tier.NVME,
-        "activations": Activations.MATMULS,
-    } | changes
-    stem = tuple(replace(part, states=changes["states"], gradients=changes["gradients"]) for part in plan.stem)
-    return replace(plan.with_units(**changes), stem=stem, nvme_slots=slots)
 
 
 class Odd(nn.Module):
@@ -150,7 +131,7 @@ def test_s16_ranks_that_start_together_on_one_disk(disk):
 
 MEMORY = """
 import resource, sys
-from tests.runtime.nvme.test_failure_cases import *
+from tests.runtime.nvme.rig import *
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 
 def peak_mib():

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Tier
-from tests.runtime.nvme.test_states import (
+from tests.runtime.nvme import rig
+from tests.runtime.nvme.rig import (
     assert_same,
+    assert_trains_the_same_on,
     big_model,
     executor_for,
     full_state,
     make_model,
     windows,
 )
-from tests.runtime.rig import DEVICES, Model, assert_same_weights, batches, plan_for, train
+from tests.runtime.rig import DEVICES, Model, batches, plan_for, train
 
-
-def on_nvme(plan: PlacementPlan, *, slots: int = 2, every: int = 1, stem: bool = True) -> PlacementPlan:
-    """States and gradients of every `every`-th unit on NVMe, the stem's too."""
-    move = lambda i, u: replace(u, states=Tier.NVME, gradients=Tier.NVME) if i % every == 0 else u  # noqa: E731
-    return replace(
-        plan,
-        units=tuple(move(i, unit) for i, unit in enumerate(plan.units)),
-        stem=tuple(move(i, unit) for i, unit in enumerate(plan.stem)) if stem else plan.stem,
-        nvme_slots=slots,
-    )
+on_nvme = functools.partial(rig.on_nvme, states=Tier.NVME, gradients=Tier.NVME)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -40,23 +33,15 @@ def on_nvme(plan: PlacementPlan, *, slots: int = 2, every: int = 1, stem: bool =
 @pytest.mark.parametrize(("slots", "every", "accumulation"), [(1, 1, 1), (3, 2, 1), (1, 1, 3), (2, 1, 2)])
 def test_the_same_bits_as_in_memory(disk, device, dtype, slots, every, accumulation):
     """S-18, S-20: with one buffer and several, one micro-batch and several, every request and transfer late."""
-    steps, results = windows(device, accumulation)[:4], []
-    for nvme in (False, True):
-        model = make_model().to(device)
-        plan = plan_for(model, device=device)
-        tier = NvmeTier([disk], block_bytes=8192, delay_s=0.001) if nvme else None
-        plan = on_nvme(plan, slots=slots, every=every) if nvme else plan
-        executor = executor_for(model, plan, device=device, dtype=dtype, tier=tier, delay_s=0.001)
-        norms = train(executor, steps, max_norm=0.5)
-        results.append((norms, full_state(executor), model))
-        if nvme:
-            assert all(u.home.gradient_buffer is None and u.home.accumulator is None for u in executor.units[::every])
-        executor.close()
-    (norms, states, model), (nvme_norms, nvme_states, nvme_model) = results
-    assert nvme_norms == norms
-    assert_same(nvme_states, states)
-    assert_same_weights(nvme_model, model)
-    assert not list(disk.iterdir())
+
+    def look(executor, tier):
+        assert all(u.home.gradient_buffer is None and u.home.accumulator is None for u in executor.units[::every])
+
+    assert_trains_the_same_on(
+        disk,
+        lambda plan: on_nvme(plan, slots=slots, every=every),
+        device=device, dtype=dtype, accumulation=accumulation, look=look,
+    )  # fmt: skip
 
 
 class Tied(Model):

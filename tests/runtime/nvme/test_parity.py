@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lazytrain_plugin.runtime import activation_store
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.vocab import Activations, Tier, Updater
-from tests.runtime.nvme.test_states import assert_same, full_state
+from tests.runtime.nvme.rig import assert_same, everything
 from tests.runtime.rig import DEVICES, Model, batches, make_executor, plan_for, train
 from tests.runtime.test_saving import Layer
 
@@ -50,10 +49,9 @@ def trained(device, home, activations, disk=None):
     data = batches(STEPS + 2, device)
     steps = [[ids] for ids in data[: STEPS - 2]] + [data[-4:-2], data[-2:]]  # the last two of two micro-batches
     norms = train(executor, steps, max_norm=0.5)
-    state = full_state(executor)
-    state |= {f"weight {name}": p.detach().cpu().clone() for name, p in model.named_parameters()}
+    found = everything(executor, norms)
     executor.close()
-    return {"norms": torch.tensor(norms, dtype=torch.float64), **state}
+    return found
 
 
 @functools.cache
@@ -67,7 +65,7 @@ def reference(device):
     [(home, tier) for i, home in enumerate(HOMES) for tier in (GPU, CPU, NVME) if tier != CPU or i % 3 == 0],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else f"activations {value}",
 )
-def test_twenty_steps_are_the_same_bits(disk, monkeypatch, device, home, activations):
-    monkeypatch.setattr(activation_store, "SMALLEST_BYTES", 1)
+@pytest.mark.usefixtures("everything_is_large")
+def test_twenty_steps_are_the_same_bits(disk, device, home, activations):
     assert_same(trained(device, home, activations, disk), reference(device))
     assert not list(disk.iterdir())

@@ -2,78 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import nn
 
 from lazytrain_plugin.errors import PlanMismatchError, StorageError
-from lazytrain_plugin.plan.result import PlacementPlan
-from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.state import TrainState
 from lazytrain_plugin.runtime.train_state import ExecutorState
-from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Tier
-from tests.runtime.rig import DEVICES, Model, assert_same_weights, batches, make_executor, plan_for, train
-
-STEPS = 6
-
-
-class Awkward(nn.Module):
-    """A layer of tensor sizes that nothing divides: 1 element, primes, a transpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.wide = nn.Linear(24, 1009)
-        self.back = nn.Parameter(torch.randn(24, 1009).mul_(0.05).t())
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-
-    def forward(self, x):
-        return x + torch.tanh(self.wide(x)) @ self.back * self.scale + self.frozen.sum() * 0
-
-
-def make_model(num_layers: int = 5) -> Model:
-    torch.manual_seed(0)
-    return Model(layers=[Awkward() for _ in range(num_layers)])
-
-
-def on_nvme(plan: PlacementPlan, *, slots: int = 2, every: int = 1) -> PlacementPlan:
-    """States of every `every`-th unit on NVMe, the stem's too where the CPU updates it."""
-    move = lambda i, unit: replace(unit, states=Tier.NVME) if i % every == 0 else unit  # noqa: E731
-    return replace(
-        plan,
-        units=tuple(move(i, unit) for i, unit in enumerate(plan.units)),
-        stem=tuple(move(i, unit) for i, unit in enumerate(plan.stem)),
-        nvme_slots=slots,
-    )
-
-
-def windows(device: str, accumulation: int = 1) -> list[list[torch.Tensor]]:
-    data = batches(STEPS * accumulation, device)
-    return [data[i : i + accumulation] for i in range(0, len(data), accumulation)]
-
-
-def executor_for(model, plan, *, device="cpu", dtype=None, tier=None, delay_s=0.0) -> Executor:
-    return make_executor(model, plan, device=device, native=True, dtype=dtype, nvme=tier, transfer_delay_s=delay_s)
-
-
-def full_state(executor: Executor) -> dict[str, torch.Tensor]:
-    """Every master and moment."""
-    state, out = ExecutorState(executor), {}
-    for record in state.records:
-        out[record.name] = state.read_master(record).clone()
-        for key, value in state.read_state(record).items():
-            out[f"{record.name}.{key}"] = torch.as_tensor(value).clone()
-    return out
-
-
-def assert_same(got: dict, wanted: dict) -> None:
-    assert got.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert torch.equal(got[key], value), key
+from tests.runtime.nvme.rig import (
+    assert_same,
+    assert_trains_the_same_on,
+    big_model,
+    executor_for,
+    full_state,
+    make_model,
+    on_nvme,
+    windows,
+)
+from tests.runtime.rig import DEVICES, assert_same_weights, make_executor, plan_for, train
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -82,46 +29,15 @@ def assert_same(got: dict, wanted: dict) -> None:
 @pytest.mark.parametrize(("slots", "every", "accumulation"), [(1, 1, 1), (3, 2, 1), (2, 1, 2)])
 def test_the_same_bits_as_in_memory(disk, device, state_bits, dtype, slots, every, accumulation):
     """S-12, S-15: parameters, masters and moments, not only the loss; every disk request and transfer late (S-20)."""
-    steps = windows(device, accumulation)
-    results = []
-    for nvme in (False, True):
-        model = make_model()
-        plan = plan_for(model, state_bits=state_bits, device=device)
-        tier = NvmeTier([disk], block_bytes=8192, delay_s=0.001) if nvme else None
-        executor = executor_for(
-            model,
-            on_nvme(plan, slots=slots, every=every) if nvme else plan,
-            device=device,
-            dtype=dtype,
-            tier=tier,
-            delay_s=0.001,
-        )
-        norms = train(executor, steps, max_norm=0.5)
-        results.append((norms, full_state(executor), model))
-        if nvme:
-            assert tier.used_bytes > 0 and tier.engine.moved_bytes()[1] > 0
-        executor.close()
-    (norms, states, model), (nvme_norms, nvme_states, nvme_model) = results
-    assert nvme_norms == norms
-    assert_same(nvme_states, states)
-    assert_same_weights(nvme_model, model)
-    assert not list(disk.iterdir())
 
+    def look(executor, tier):
+        assert tier.used_bytes > 0 and tier.engine.moved_bytes()[1] > 0
 
-class Big(nn.Linear):
-    """Large enough that memory shows: 2 MiB of moments."""
-
-    def __init__(self) -> None:
-        super().__init__(24, 24)
-        self.big = nn.Parameter(torch.zeros(MIB // 4))
-
-    def forward(self, x):
-        return super().forward(x) + self.big[: x.shape[-1]]
-
-
-def big_model(num_layers: int) -> Model:
-    torch.manual_seed(0)
-    return Model(layers=[Big() for _ in range(num_layers)])
+    assert_trains_the_same_on(
+        disk,
+        lambda plan: on_nvme(plan, slots=slots, every=every),
+        device=device, dtype=dtype, accumulation=accumulation, state_bits=state_bits, look=look,
+    )  # fmt: skip
 
 
 def test_memory_holds_the_slots_and_no_more(disk):

@@ -9,7 +9,6 @@ import mmap
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,10 @@ from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Tier
-from tests.runtime.nvme.test_states import (
+from tests.runtime.nvme import rig
+from tests.runtime.nvme.rig import (
     assert_same,
+    assert_trains_the_same_on,
     big_model,
     executor_for,
     full_state,
@@ -33,10 +34,7 @@ from tests.runtime.rig import DEVICES, assert_same_weights, plan_for, train
 
 def on_nvme(plan: PlacementPlan, *, states: Tier = Tier.CPU, slots: int = 2, every: int = 1) -> PlacementPlan:
     """Weights of every `every`-th layer on NVMe, its states at `states`."""
-    units = tuple(
-        replace(unit, weights=Tier.NVME, states=states) if i % every == 0 else unit for i, unit in enumerate(plan.units)
-    )
-    return replace(plan, units=units, nvme_slots=slots)
+    return rig.on_nvme(plan, slots=slots, every=every, weights=Tier.NVME, states=states)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -48,21 +46,11 @@ def on_nvme(plan: PlacementPlan, *, states: Tier = Tier.CPU, slots: int = 2, eve
 )
 def test_the_same_bits_as_in_memory(disk, device, dtype, keep, states, slots, every, accumulation):
     """S-12, S-15, S-20: every disk request and every transfer late, so that a missing wait shows."""
-    steps, results = windows(device, accumulation), []
-    for nvme in (False, True):
-        model = make_model()
-        plan = plan_for(model, keep=keep, device=device)
-        tier = NvmeTier([disk], block_bytes=8192, delay_s=0.001) if nvme else None
-        plan = on_nvme(plan, states=states, slots=slots, every=every) if nvme else plan
-        executor = executor_for(model, plan, device=device, dtype=dtype, tier=tier, delay_s=0.001)
-        norms = train(executor, steps, max_norm=0.5)
-        results.append((norms, full_state(executor), model))
-        executor.close()
-    (norms, wanted, model), (nvme_norms, got, nvme_model) = results
-    assert nvme_norms == norms
-    assert_same(got, wanted)
-    assert_same_weights(nvme_model, model)  # also readable after the folder is gone
-    assert not list(disk.iterdir())
+    assert_trains_the_same_on(
+        disk,
+        lambda plan: on_nvme(plan, states=states, slots=slots, every=every),
+        device=device, dtype=dtype, accumulation=accumulation, keep=keep,
+    )  # fmt: skip
 
 
 def scale_in_place(model) -> None:
