@@ -1,6 +1,6 @@
 """A model that can't be trained within the budgets is refused before its weights are read, by every way to start."""
 
-import gc
+import functools
 import json
 import os
 import shutil
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers.integrations.deepspeed as hf_deepspeed
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lazytrain_plugin.errors import InfeasiblePlanError
@@ -27,14 +26,10 @@ SIZES = {"vocab_size": 997, "hidden_size": 64, "intermediate_size": 160, "num_hi
 
 
 @pytest.fixture
-def under(monkeypatch):
-    """Makes the DeepSpeed config that transformers sees globally; training computes on the CPU."""
+def under(monkeypatch, hf_config):
+    """A block in the config that transformers sees; training computes on the CPU."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    alive = []
-    yield lambda **block: alive.append(hf_deepspeed.HfDeepSpeedConfig({**CONFIG, "lazytrain": block}))
-    alive.clear()
-    gc.collect()
-    hf_deepspeed.unset_hf_deepspeed_config()
+    return functools.partial(hf_config, micro_batch=2)
 
 
 @pytest.fixture(scope="module")

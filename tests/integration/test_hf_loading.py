@@ -1,6 +1,5 @@
 """transformers under a block: models hold true weights, loaded once, whatever the order of model and arguments."""
 
-import gc
 import json
 import subprocess
 import sys
@@ -12,21 +11,6 @@ import transformers.integrations.deepspeed as hf_deepspeed
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-
-
-@pytest.fixture
-def hf_config():
-    """Makes the DeepSpeed config that transformers sees globally, as TrainingArguments does; alive until test end."""
-    alive = []
-
-    def make(**block):
-        alive.append(hf_deepspeed.HfDeepSpeedConfig({**CONFIG, "lazytrain": block}))
-        return alive[-1]
-
-    yield make
-    alive.clear()
-    gc.collect()
-    hf_deepspeed.unset_hf_deepspeed_config()
 
 
 @pytest.fixture(scope="module")
