@@ -60,10 +60,16 @@ def passes(folders: list[Path], total_bytes: int, region_bytes: int, in_flight: 
             if job is not None:
                 job.wait()
 
+    num_threads = THREADS_PER_FOLDER * len(folders)
     plain_files = []
     for folder in tier.folders:
         fd, path = folder.create(total_bytes // len(folders), direct=True, what="plain")
         plain_files.append((fd, path))
+
+    memories = [mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(num_threads)]
+    for memory in memories:
+        memory.madvise(mmap.MADV_HUGEPAGE)  # 4 KiB pages halve the rate: requests have a limit of pieces
+        memory.write(os.urandom(MIB) * (BLOCK_BYTES // MIB))
 
     def plain_pass(direction: str) -> None:
         blocks = [
@@ -73,23 +79,20 @@ def passes(folders: list[Path], total_bytes: int, region_bytes: int, in_flight: 
         ]
         place, lock = iter(blocks), threading.Lock()
 
-        def work() -> None:
-            with mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-                memory.madvise(mmap.MADV_HUGEPAGE)  # 4 KiB pages halve the rate: requests have a limit of pieces
-                memory.write(os.urandom(MIB) * (BLOCK_BYTES // MIB))
-                while True:
-                    with lock:
-                        block = next(place, None)
-                    if block is None:
-                        return
-                    moved = (
-                        os.preadv(block[0], [memory], block[1])
-                        if direction == "read"
-                        else os.pwrite(block[0], memory, block[1])
-                    )
-                    assert moved == BLOCK_BYTES
+        def work(memory: mmap.mmap) -> None:
+            while True:
+                with lock:
+                    block = next(place, None)
+                if block is None:
+                    return
+                moved = (
+                    os.preadv(block[0], [memory], block[1])
+                    if direction == "read"
+                    else os.pwrite(block[0], memory, block[1])
+                )
+                assert moved == BLOCK_BYTES
 
-        threads = [threading.Thread(target=work) for _ in range(THREADS_PER_FOLDER * len(folders))]
+        threads = [threading.Thread(target=work, args=(memory,)) for memory in memories]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -138,6 +138,8 @@ class HostBuffer:
 
     def _pin(self, size: int) -> bool:
         address = self.tensor(torch.uint8, 0, 1).data_ptr()
+        if self._private is None:
+            self._bytes.zero_()  # all threads make its pages; page-locking would, one after the other
         if _register(address, size):
             self._registered = [address]
             return True
