@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -103,7 +102,7 @@ def test_a_missing_weight_is_initialized(hf_config, checkpoint, tmp_path):
 
 
 MEASURE = """
-import json, os, sys
+import gc, json, os, sys
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 import deepspeed, torch, transformers.integrations.deepspeed as hf_deepspeed
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -115,44 +114,36 @@ path, ds_config = sys.argv[1], json.loads(sys.argv[2])
 config = LlamaConfig(
     vocab_size=512, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=8
 )
-with torch.device("meta"):
-    num_bytes = sum(p.numel() * 4 for p in LlamaForCausalLM(config).parameters())
-if not os.path.exists(path):
-    LlamaForCausalLM(config).save_pretrained(path)
-    sys.exit()
-if "lazytrain" in ds_config and not ds_config["lazytrain"].get("enabled", True):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-alive = hf_deepspeed.HfDeepSpeedConfig(ds_config)
-before = status_bytes("VmRSS")
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # resets VmHWM
-model = AutoModelForCausalLM.from_pretrained(path)
-loaded = sum(p.double().sum().item() for p in model.parameters())
-print(json.dumps([(status_bytes("VmHWM") - before) / num_bytes, model.lm_head.weight.numel(), loaded]))
+model = LlamaForCausalLM(config)
+num_bytes = sum(p.numel() * 4 for p in model.parameters())
+model.save_pretrained(path)
+del model
+# With the block disabled, last: DeepSpeed partitions then, and wants a process group.
+for enabled in (True, False):
+    if not enabled:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    alive = hf_deepspeed.HfDeepSpeedConfig({**ds_config, "lazytrain": {"enabled": enabled}})
+    gc.collect()
+    before = status_bytes("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets VmHWM
+    model = AutoModelForCausalLM.from_pretrained(path)
+    loaded = sum(p.double().sum().item() for p in model.parameters())
+    print(json.dumps([(status_bytes("VmHWM") - before) / num_bytes, model.lm_head.weight.numel()]))
+    del model, alive
 """
 
 
 def test_peak_memory_of_loading_is_one_model(tmp_path):
-    def measure(**block):
-        process = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                textwrap.dedent(MEASURE),
-                tmp_path / "model",
-                json.dumps({**CONFIG, "lazytrain": block}),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert process.returncode == 0, process.stderr
-        return json.loads(process.stdout.splitlines()[-1]) if process.stdout.strip() else None
-
-    assert measure() is None  # writes the checkpoint
-    models, lm_head_numel, _ = measure()
+    process = subprocess.run(
+        [sys.executable, "-c", MEASURE, tmp_path / "model", json.dumps(CONFIG)],
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    under_lazytrain, under_deepspeed = map(json.loads, process.stdout.splitlines()[-2:])
+    models, lm_head_numel = under_lazytrain
     assert lm_head_numel == 512 * 1024
     assert 0.5 < models < 1.3
-    models, lm_head_numel, _ = measure(enabled=False)
+    models, lm_head_numel = under_deepspeed
     assert lm_head_numel == 0, "with the block disabled DeepSpeed partitions as it always did"
     assert models > 1.5, "the measurement must see a second copy where there is one"
