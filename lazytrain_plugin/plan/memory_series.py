@@ -34,6 +34,11 @@ class _Levels:
             self.times_s.append(time_s)
             self.levels.append(level)
 
+    def times(self, count: int) -> _Levels:
+        """Of so many ranks, all alike."""
+        self.levels = [{name: count * num_bytes for name, num_bytes in level.items()} for level in self.levels]
+        return self
+
     def as_series(self, fixed: dict[str, int], step_s: float) -> dict[str, Any]:
         names = [*fixed, *sorted({name for level in self.levels for name in level}, key=_order)]
         times_s = self.times_s or [0.0]
@@ -66,10 +71,10 @@ def memory_series(
         levels = _with_head_room(passing, ring)
         series["gpu"] = levels.as_series(fixed, step_s)
         fixed = {line: size for line, size in ledger.cpu.items() if line != "offloaded activations"}
-        series["cpu"] = _offloaded_levels(events).as_series(fixed, step_s)
+        series["cpu"] = _offloaded_levels(events).times(problem.local_ranks).as_series(fixed, step_s)
     else:
         fixed = {line: size for line, size in ledger.cpu.items() if line not in (*PASSING, "head-room")}
-        series["cpu"] = _with_head_room(passing, 0).as_series(fixed, step_s)
+        series["cpu"] = _with_head_room(passing, 0).times(problem.local_ranks).as_series(fixed, step_s)
     if ledger.nvme:
         series["nvme"] = _Levels().as_series(ledger.nvme, step_s)
     return series

@@ -39,6 +39,8 @@ def _memory(problem: PlacementProblem, plan: PlacementPlan) -> list[str]:
         largest = sorted(getattr(ledger, tier).items(), key=lambda line: -line[1])[:3]
         most = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in largest)
         need = f"need {format_bytes(need_bytes):>9}, have {format_bytes(have[tier]):>9}"
+        if tier != "gpu" and problem.local_ranks > 1:
+            need += f" for {problem.local_ranks} ranks"
         lines.append(f"{TIER_NAMES[tier] + ':':<6}{need} ({most})")
     return lines
 

@@ -9,10 +9,12 @@ from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.choices import HOMES
 from lazytrain_plugin.plan.greedy import greedy_plan, leanest_plan
+from lazytrain_plugin.plan.memory_series import memory_series
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.simulate import simulate
+from lazytrain_plugin.plan.summary import summarize_plan
 from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Activations, Tier
 from tests.plan import builders
@@ -48,6 +50,18 @@ def test_without_a_gpu_each_rank_computes_in_host_memory():
     alone, together = account(one, plan).cpu, account(three, plan).cpu
     for line, num_bytes in alone.items():
         assert together[line] == (1 if line.endswith("weights and states") else 3) * num_bytes, line
+
+
+@pytest.mark.parametrize("gpu_gib", [8, 0])
+def test_the_picture_and_the_table_are_of_all_ranks(gpu_gib):
+    _, three = problems(gpu_gib=gpu_gib)
+    away = {"saved": Tier.CPU, "boundary": Tier.CPU} if gpu_gib else {}
+    plan = leanest_plan(three).with_units(activations=Activations.KEEP, **away)
+    times = simulate(three, plan, record=True)
+    series = memory_series(three, plan, times.events, times.step_s)["cpu"]
+    peak = max(map(sum, zip(*(line["bytes"] for line in series["lines"]), strict=True)))
+    assert peak == pytest.approx(account(three, plan).total_bytes()["cpu"], rel=1e-3)
+    assert "for 3 ranks" in summarize_plan(three, plan, times)
 
 
 def test_activations_on_nvme_are_each_ranks_own():
