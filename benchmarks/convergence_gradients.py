@@ -100,6 +100,8 @@ class EngineTrainer:
     def __init__(self, arm: str, model: nn.Module, setup: common.Setup, make_optimizer, device: torch.device) -> None:
         import deepspeed
 
+        if device.type == "cpu":  # a minute of compilation, for inference
+            sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
         self.optimizer = make_optimizer(model.parameters())
         bits = 8 if arm == "engine_8bit" else 16
         config = {

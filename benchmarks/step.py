@@ -4,11 +4,15 @@
     python benchmarks/step.py --shape 7b --bs 32 --state-bits 8 --resident-units 6 --keep-units 10
     python benchmarks/step.py --shape 3b --bs 32 --through-trainer
     python benchmarks/step.py --shape 7b --bs 32 --gpu-gib 31 --compile      # torch.compile for each layer
+    torchrun --nproc-per-node 2 benchmarks/step.py --shape 7b --bs 8 --ranks-per-node 1 --wire-bits 8
     python benchmarks/step.py --shape tiny --bs 2 --seq 64 --device cpu      # try it out without a GPU
 
 The placement comes from the planner (within `--gpu-gib`), from a file (`--plan`), or from counts:
 `--resident-units N` puts weights and states of the first N units on the GPU (their update runs there, so the worker
 gets ahead), `--keep-units N` keeps the activations of the last N (they live the shortest); see hand_plan.py for more.
+
+Several ranks: every `--ranks-per-node` of them count as a node, whatever really connects them (NCCL_P2P_DISABLE=1 and
+NCCL_SHM_DISABLE=1 make it sockets), and gradients cross nodes in `--wire-bits`, all units alike.
 
 What is timed: steps in a row without any synchronisation of ours, by CUDA events on the compute stream; `s_per_step`
 is the median after warm-up, `s_per_step_sustained` is wall time from the first timed step until the last update is
@@ -60,6 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gpu-cap-gib", type=float, help="allocations above this fail, once the model is placed")
     parser.add_argument("--plan", type=Path, help="follow this plan file")
     parser.add_argument("--nvme", nargs="+", type=Path, help="folders on NVMe disks, one per disk")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks that count as one node; default: the launcher's")
+    parser.add_argument("--wire-bits", type=int, choices=(8, 16), help="of gradients between nodes, small units too")
     hand_plan.add_arguments(parser)
     parser.add_argument("--trace", type=Path, help="measure the first timed steps operation by operation; written here")
     parser.add_argument("--save-plan", type=Path, help="write the plan that was followed here")
@@ -121,7 +127,10 @@ def deepspeed_config(arguments: argparse.Namespace, model, folder: Path) -> dict
         "gpu_memory_gib": arguments.gpu_gib,
         "cpu_memory_gib": arguments.cpu_gib,
         "optimizer": {"state_bits": arguments.state_bits, "threads": arguments.threads},
+        "gradient_comm": {"bits": arguments.wire_bits, "ranks_per_node": arguments.ranks_per_node},
     }
+    if arguments.wire_bits is not None:
+        block["gradient_comm"]["smallest_bucket_elements"] = 1
     if arguments.nvme:
         block["nvme_path"] = [str(path) for path in arguments.nvme]
     if arguments.trace is not None:
@@ -346,6 +355,11 @@ def report(arguments: argparse.Namespace, engine, clock: Clock, losses: list[flo
     }
     if not arguments.through_trainer:
         result |= {f"{phase}_s": round(statistics.median(spans[phase]), 4) for phase in PHASES}
+    if (comm := getattr(engine, "lazytrain_gradient_comm", None)) is not None:
+        stats = comm.stats()
+        steps = arguments.warmup + arguments.steps
+        result["wire_bytes_per_step"] = stats.wire_bytes // steps
+        result["units_in_codes"] = stats.quantized_buckets // steps // arguments.accumulation
     waits = engine.lazytrain.trace.summary(last=clock.timed_steps)
     result["waits_s"] = {cause: round(seconds, 4) for cause, seconds in waits.items()}
     if clock.is_cuda:
