@@ -32,8 +32,6 @@ from lazytrain_plugin.integration import hf_loading, hf_trainer, tensor_access
 from lazytrain_plugin.integration.logs import setup_logging
 from lazytrain_plugin.integration.single_process import provide_rendezvous
 from lazytrain_plugin.profile.capacity import SHM_REMEDY, small_shared_memory
-from lazytrain_plugin.profile.capacity import SHM_REMEDY, small_shared_memory
-from lazytrain_plugin.profile.capacity import SHM_REMEDY, small_shared_memory
 
 logger = logging.getLogger(__name__)
 

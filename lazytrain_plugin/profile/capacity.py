@@ -18,8 +18,6 @@ _UNLIMITED = 1 << 60
 
 _SMALL_SHM_BYTES = GIB
 SHM_REMEDY = "DataLoader workers may die with a bus error: docker --shm-size=8g, or dataloader_num_workers=0"
-SHM_REMEDY = "DataLoader workers may die with a bus error: docker --shm-size=8g, or dataloader_num_workers=0"
-SHM_REMEDY = "DataLoader workers may die with a bus error: docker --shm-size=8g, or dataloader_num_workers=0"
 
 
 def small_shared_memory() -> str | None:

@@ -117,8 +117,6 @@ class TestMachine:
         assert found["host memory"].detail.startswith("32.0 GiB usable of 64.0 GiB")
 
     @pytest.mark.parametrize(("mib", "says"), [(64, "64.0 MiB"), (None, "missing"), (8192, None)])
-    @pytest.mark.parametrize(("mib", "says"), [(64, "64.0 MiB"), (None, "missing"), (8192, None)])
-    @pytest.mark.parametrize(("mib", "says"), [(64, "64.0 MiB"), (None, "missing"), (8192, None)])
     def test_small_shared_memory(self, monkeypatch, mib, says):
         """S-43: loader workers and ranks die there with a bus error and no word."""
 
@@ -135,6 +133,19 @@ class TestMachine:
         else:
             assert (found.status, found.detail) == (Status.WARNING, says)
             assert "--shm-size" in found.remedy and "dataloader_num_workers=0" in found.remedy
+
+    @pytest.mark.parametrize("found", [True, False])
+    def test_the_node_of_a_gpu(self, monkeypatch, found):
+        node = numa.NumaNode(1, frozenset(range(8)), 2) if found else None
+        monkeypatch.setattr(numa, "count_nodes", lambda: 2)
+        monkeypatch.setattr(near_device, "node_of", lambda device: node)
+        finding = only(doctor._check_node(0))
+        assert finding.status == (Status.OK if found else Status.WARNING)
+        assert ("node 1 of 2" in finding.detail and "8 processors" in finding.detail) if found else finding.remedy
+
+    def test_one_node_is_not_worth_a_line(self, monkeypatch):
+        monkeypatch.setattr(numa, "count_nodes", lambda: 1)
+        assert list(doctor._check_node(0)) == []
 
 
 class TestConfig:

@@ -161,26 +161,6 @@ def test_small_shared_memory_is_said_at_the_start(deepspeed, monkeypatch):
         assert len(lines) == 1 and "64.0 MiB" in lines[0] and "--shm-size" in lines[0]
 
 
-def test_small_shared_memory_is_said_at_the_start(deepspeed, monkeypatch, caplog):
-    """S-43: before a loader worker dies with a bus error."""
-    for small, count in (("64.0 MiB", 1), (None, 0)):
-        caplog.clear()
-        monkeypatch.setattr(hook, "small_shared_memory", lambda small=small: small)
-        initialize(deepspeed)
-        said = [r.getMessage() for r in caplog.records if "/dev/shm" in r.getMessage()]
-        assert len(said) == count and all("64.0 MiB" in line and "--shm-size" in line for line in said)
-
-
-def test_small_shared_memory_is_said_at_the_start(deepspeed, monkeypatch, caplog):
-    """S-43: before a loader worker dies with a bus error."""
-    for small, count in (("64.0 MiB", 1), (None, 0)):
-        caplog.clear()
-        monkeypatch.setattr(hook, "small_shared_memory", lambda small=small: small)
-        initialize(deepspeed)
-        said = [r.getMessage() for r in caplog.records if "/dev/shm" in r.getMessage()]
-        assert len(said) == count and all("64.0 MiB" in line and "--shm-size" in line for line in said)
-
-
 def test_load_config_refuses_a_config_without_an_enabled_block():
     with pytest.raises(ConfigError, match="no enabled"):
         hook.load_config({"zero_optimization": {"stage": 3}})
