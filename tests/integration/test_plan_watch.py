@@ -12,14 +12,18 @@ from lazytrain_plugin.units import GIB
 
 
 class Rig:
-    def __init__(self, monkeypatch, *, accumulation_steps=1, planned_s=1.0, planned_gib=100.0):
+    def __init__(self, monkeypatch, *, accumulation_steps=1, planned_s=1.0, planned_gib=100.0, ranks=None):
         self.now_s = 0.0
         monkeypatch.setattr(plan_watch.time, "perf_counter", lambda: self.now_s)
-        memory = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=100 * GIB))
+        memory = SimpleNamespace(
+            memory_info=lambda: SimpleNamespace(rss=100 * GIB),
+            memory_full_info=lambda: SimpleNamespace(pss=30 * GIB),
+        )
         monkeypatch.setattr(plan_watch.psutil, "Process", lambda: memory)
         self.worker = SimpleNamespace(update_s=0.0, updated_parameters=0)
         self.streams = SimpleNamespace(is_cuda=False, trace=Trace())
-        self.watch = PlanWatch(SimpleNamespace(worker=self.worker, streams=self.streams), accumulation_steps)
+        executor = SimpleNamespace(worker=self.worker, streams=self.streams, ranks=ranks)
+        self.watch = PlanWatch(executor, accumulation_steps)
         plan = PlacementPlan(units=(), stem=(), predicted_bytes={"cpu": int(planned_gib * GIB)})
         self.watch.plan_changed(plan, SimpleNamespace(step_s=planned_s))
 
@@ -45,6 +49,15 @@ def test_one_measurement_per_plan_after_the_warm_up(monkeypatch, caplog):
     assert "step 1.1 s (planned 1 s, +10%), host 100.0 GiB (planned 100.0 GiB, +0%)" in record.message
     rig.watch.plan_changed(PlacementPlan(units=(), stem=()), None)
     assert [rig.step() is not None for _ in range(5)].count(True) == 1
+
+
+def test_memory_of_several_ranks_is_the_nodes(monkeypatch, caplog):
+    """What they have in common counts once."""
+    caplog.set_level("INFO")
+    rig = Rig(monkeypatch, ranks=SimpleNamespace(local_size=4))
+    for _ in range(4):
+        rig.step()
+    assert "host 120.0 GiB (planned 100.0 GiB, +20%)" in caplog.text
 
 
 def test_steps_with_a_save_or_an_evaluation_are_not_counted(monkeypatch):
