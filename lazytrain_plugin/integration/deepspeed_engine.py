@@ -297,6 +297,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         self._plans_compiled = True
         for unit in compiled:
             unfuse_modules(unit.module)  # the compiler fuses by itself, and can't see into these
+        fused.keep_heads_eager(self.module)
         logger.info("%d of %d streamed layers are compiled", len(compiled), len(executor.units))
         plan = self._planner.layers_compiled()
         if plan is not None:

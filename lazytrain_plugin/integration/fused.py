@@ -65,6 +65,14 @@ def weights_changed(model: nn.Module) -> None:
             return
 
 
+def keep_heads_eager(model: nn.Module) -> None:
+    """Undoes `compile` of heads whose logits the chunked loss defers: traced, they would be computed in full."""
+    for module in model.modules():
+        if _CALL in vars(module) and module._compiled_call_impl is not None:
+            module._compiled_call_impl = None
+            logger.info("the output head is not compiled: the chunked loss needs it as it is")
+
+
 def apply_chunked_loss(model: nn.Module) -> str:
     """The chunked loss alone, on any device (`apply_fused_kernels` decides where it pays). Returns the report line."""
     causal_lm = _find_causal_lm(model)

@@ -119,6 +119,16 @@ def test_the_loss_is_really_computed_without_logits():
     assert output.logits.source.call.consumed == 1
 
 
+def test_a_compiled_head_goes_back_to_deferring_logits():
+    """Accelerate's regional compilation compiles what is no layer, too; a traced head would compute all logits."""
+    model = make("llama")
+    fused.apply_chunked_loss(model)
+    model.lm_head.compile(backend=lambda graph, example_inputs: pytest.fail("the head was traced"))
+    fused.keep_heads_eager(model)
+    output, _ = gradients(model, **batch())
+    assert isinstance(output.logits, DeferredLogits) and not output.logits.source.is_materialised
+
+
 def test_hooks_on_outputs_do_not_compute_logits_and_still_fire():
     """DeepSpeed registers a hook on every output with a gradient function: whole logits must not come of it."""
     from deepspeed.runtime.utils import register_output_backward_hooks
