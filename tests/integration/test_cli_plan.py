@@ -1,6 +1,7 @@
 """`lazytrain plan | explain | profile` as a user types them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def profile_7b(config_7b):
     return path
 
 
+@pytest.fixture(scope="module")
+def profile_2b(profile_7b):
+    """Eight of its layers: planned many times faster."""
+    model = ModelProfile.from_json(profile_7b.read_text())
+    path = profile_7b.with_name("profile_2b.json")
+    replace(model, units=model.units[:8]).save(path)
+    return path
+
+
 @pytest.mark.usefixtures("solver")
 def test_7b_is_planned_without_a_gpu_or_weights(lazytrain, config_7b, tmp_path):
     out = tmp_path / "plan.json"
@@ -119,9 +129,9 @@ def test_mistakes_end_in_one_line(lazytrain, config_7b, arguments, message):
     assert "Traceback" not in result.output and len(result.stderr.strip().splitlines()) == 1
 
 
-def test_a_cluster_that_one_does_not_have(lazytrain, profile_7b):
+def test_a_cluster_that_one_does_not_have(lazytrain, profile_2b):
     result = lazytrain(
-        *("plan", profile_7b, "--hardware", H200, "--micro-batch", 4, "--fidelity", "balanced", "--nodes", 8),
+        *("plan", profile_2b, "--hardware", H200, "--micro-batch", 4, "--fidelity", "balanced", "--nodes", 8),
         *("--ranks-per-node", 8, "--network-gbit", 200, "--inside-gbit", 3600),
     )
     assert result.exit_code == 0, result.output
@@ -190,22 +200,22 @@ def test_measured_layers_make_the_plan(lazytrain, tmp_path):
     assert plans[0].predicted_step_s > 10 * plans[1].predicted_step_s
 
 
-def test_timeline_of_a_plan(lazytrain, profile_7b, tmp_path):
+def test_timeline_of_a_plan(lazytrain, profile_2b, tmp_path):
     page, out = tmp_path / "timeline.html", tmp_path / "plan.json"
     options = ["--hardware", H200, "--micro-batch", 8, "--gpu-memory-gib", 40]
-    result = lazytrain("plan", profile_7b, *options, "--out", out, "--timeline", page)
+    result = lazytrain("plan", profile_2b, *options, "--out", out, "--timeline", page)
     assert result.exit_code == 0, result.output
-    assert "forward model.layers.27" in page.read_text() and '"measured": null' in page.read_text()
+    assert "forward model.layers.7" in page.read_text() and '"measured": null' in page.read_text()
     refused = lazytrain("explain", out, "--timeline", page)
     assert refused.exit_code == 1 and "add --model" in refused.stderr
-    drawn = lazytrain("explain", out, "--timeline", page, "--model", profile_7b, "--hardware", H200)
+    drawn = lazytrain("explain", out, "--timeline", page, "--model", profile_2b, "--hardware", H200)
     assert drawn.exit_code == 0, drawn.output
 
 
-def test_planned_against_measured(lazytrain, profile_7b, tmp_path):
+def test_planned_against_measured(lazytrain, profile_2b, tmp_path):
     out, trace_file, page = (tmp_path / name for name in ("plan.json", "trace.json", "timeline.html"))
     options = ["--hardware", H200, "--micro-batch", 8, "--gpu-memory-gib", 40]
-    lazytrain("plan", profile_7b, *options, "--out", out)
+    lazytrain("plan", profile_2b, *options, "--out", out)
     step = MeasuredStep(
         step=7,
         step_s=1.25,
@@ -218,7 +228,7 @@ def test_planned_against_measured(lazytrain, profile_7b, tmp_path):
     )
     MeasuredTrace(steps=(step,), plan=json.loads(out.read_text())).save(trace_file)
 
-    compared = lazytrain("explain", out, "--measured", trace_file, "--model", profile_7b, "--hardware", H200)
+    compared = lazytrain("explain", out, "--measured", trace_file, "--model", profile_2b, "--hardware", H200)
     assert compared.exit_code == 0, compared.output
     text = " ".join(compared.output.split())
     assert "1250.0 ms measured" in text and "ms planned" in text
@@ -231,20 +241,20 @@ def test_planned_against_measured(lazytrain, profile_7b, tmp_path):
     assert as_json["measured_step_s"] == 1.25 and as_json["planned_step_s"] is None
     assert as_json["resources"][0]["measured_busy_s"] == pytest.approx(0.25)
 
-    drawn = lazytrain("plan", profile_7b, *options, "--measured", trace_file, "--timeline", page)
+    drawn = lazytrain("plan", profile_2b, *options, "--measured", trace_file, "--timeline", page)
     assert drawn.exit_code == 0 and '"measured": {"step": 7' in page.read_text()
 
 
-def test_why_a_tensor_is_where_it_is(lazytrain, profile_7b, tmp_path):
+def test_why_a_tensor_is_where_it_is(lazytrain, profile_2b, tmp_path):
     out = tmp_path / "plan.json"
     options = ["--hardware", H200, "--micro-batch", 8, "--gpu-memory-gib", 40]
-    lazytrain("plan", profile_7b, *options, "--out", out)
+    lazytrain("plan", profile_2b, *options, "--out", out)
     for name, unit, shape in [
-        ("model.layers.20.mlp.up_proj.weight", "model.layers.20", "18944 x 3584 bfloat16"),
+        ("model.layers.5.mlp.up_proj.weight", "model.layers.5", "18944 x 3584 bfloat16"),
         ("model.norm.weight", "stem.rest", "3584 bfloat16"),
         ("lm_head.weight", "stem.lm_head.weight", "152064 x 3584 bfloat16"),
     ]:
-        shown = lazytrain("explain", out, name, "--model", profile_7b, "--hardware", H200)
+        shown = lazytrain("explain", out, name, "--model", profile_2b, "--hardware", H200)
         assert shown.exit_code == 0, shown.output
         text = " ".join(shown.output.split())
         assert shape in text and unit in text and "instead (a step takes" in text
@@ -269,18 +279,18 @@ def test_nvme_budget(lazytrain, profile_7b, tmp_path):
     assert refused.exit_code == 1 and "no rates of a disk" in refused.stderr
 
 
-def test_json_alone_on_stdout(lazytrain, profile_7b, tmp_path):
+def test_json_alone_on_stdout(lazytrain, profile_2b, tmp_path):
     page = tmp_path / "timeline.html"
     options = ["--hardware", H200, "--micro-batch", 4, "--timeline", page, "--json"]
-    plan = PlacementPlan.from_json(lazytrain("plan", profile_7b, *options).stdout)
+    plan = PlacementPlan.from_json(lazytrain("plan", profile_2b, *options).stdout)
     plan.save(tmp_path / "plan.json")
     assert PlacementPlan.from_json(lazytrain("explain", tmp_path / "plan.json", "--json").stdout) == plan
     unit = json.loads(lazytrain("explain", tmp_path / "plan.json", "model.layers.3", "--json").stdout)
     assert unit["name"] == "model.layers.3" and unit["reason"]
 
 
-def test_a_file_that_cannot_be_written_is_one_line(lazytrain, profile_7b, tmp_path):
-    result = lazytrain("plan", profile_7b, "--hardware", H200, "--out", tmp_path / "no" / "plan.json")
+def test_a_file_that_cannot_be_written_is_one_line(lazytrain, profile_2b, tmp_path):
+    result = lazytrain("plan", profile_2b, "--hardware", H200, "--out", tmp_path / "no" / "plan.json")
     assert result.exit_code == 1 and "No such file" in result.stderr and "Traceback" not in result.output
 
 
