@@ -152,7 +152,7 @@ class GradientExchange:
         everyone = self._ranks.gather(mine, "comparison of gradient norms")
         contributed = (everyone[:, 1].sum(0) > 0).tolist()
         # Each node has the whole sum; so has each rank of it for what it updates whole.
-        of_node = everyone[: self._ranks.local_size, 0].T.tolist()
+        of_node = everyone[list(self._ranks.hops.node_ranks[0]), 0].T.tolist()
         agreed = {}
         for (unit, tensor), one, several in zip(tensors, contributed, of_node, strict=True):
             if one:

@@ -72,7 +72,10 @@ def found_gradients(executor, ranks):
 
 
 def everything(rank, device, ranks_per_node):
-    ranks = RankGroup(device, topology=Topology.consecutive(torch.distributed.get_world_size(), ranks_per_node))
+    world_size = torch.distributed.get_world_size()
+    num_nodes = world_size // ranks_per_node
+    # Neighbouring ranks are on different nodes: nothing may take them for those of one.
+    ranks = RankGroup(device, topology=Topology.from_keys([rank % num_nodes for rank in range(world_size)]))
     out = {"own": {a: own_gradients(ranks, device, a) for a in (1, ACCUMULATION)}}
     for name, options in {
         "codes": {},
@@ -136,7 +139,7 @@ def job(request):
 
 def nodes_of(own, ranks_per_node):
     """Each node's mean, fp64 [nodes, numel]."""
-    return own.double().view(-1, ranks_per_node, own.shape[1]).mean(1)
+    return own.double().view(ranks_per_node, -1, own.shape[1]).mean(0)
 
 
 @pytest.mark.parametrize("which", ["codes", "on the gpu", "accumulated"])
