@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import highspy
 
 from lazytrain_plugin.plan.accounting import nvme_bytes_allowed_per_step
@@ -12,9 +14,9 @@ from lazytrain_plugin.plan.problem import (
     UnitCost,
     mib,
 )
-from lazytrain_plugin.plan.variables import Expression, Variables
+from lazytrain_plugin.plan.variables import Expression, Variables, kinds_of_use
 from lazytrain_plugin.profile.model import UnitRole
-from lazytrain_plugin.vocab import Tier
+from lazytrain_plugin.vocab import Activations, Tier
 
 
 def add_one_home(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -58,7 +60,9 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
     weight_slot >= weights(u) streamed(u);  gradient_slot >= gradients(u) sends(u)
     state_slot >= chunk(u) streams_states(u), of all states and fp32 gradients 256 MiB at most
     activation_slot >= what leaves the GPU of u;  nvme_slot >= what u has on NVMe.
+    The same with the smallest unit and uses(kind), which holds for fractions of units too. Rows: `slot_of(kind)`.
     """
+    _add_least_slots(model, problem, v)
     for u, cost in enumerate(problem.units):
         model.addConstr(v.weight_slot_mib >= mib(cost.weight_bytes) * v.streamed(u), name=name("weight_slot", u))
         if cost.num_trainable:
@@ -75,6 +79,24 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
         if not _is_zero(v.stem_streams[s]):
             chunk = mib(cost.state_slot_bytes) * v.stem_streams[s]
             model.addConstr(v.state_slot_mib >= chunk, name=name("state_slot", cost.name))
+
+
+def _add_least_slots(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    def least(num_bytes: Callable[[UnitCost], int], columns: Sequence[Expression]) -> float:
+        return min(mib(num_bytes(cost)) for cost, column in zip(problem.units, columns) if not _is_zero(column))
+
+    slots = {
+        "streamed": (v.weight_slot_mib, lambda cost: cost.weight_bytes),
+        "sends": (v.gradient_slot_mib, lambda cost: cost.gradient_bytes),
+        "passing": (v.state_slot_mib, lambda cost: cost.state_slot_bytes),
+        "boundary_cpu": (v.activation_slot_mib, lambda cost: cost.boundary_bytes),
+    }
+    for kind, columns in kinds_of_use(problem, v).items():
+        if kind not in v.used or kind == "worker":
+            continue
+        saved = next((a for a in Activations if f"{a}_{Tier.CPU}" == kind), None)
+        slot, num_bytes = slots.get(kind, (v.activation_slot_mib, lambda cost, a=saved: cost.saved_bytes(a)))
+        model.addConstr(slot >= least(num_bytes, columns) * v.used[kind], name=name("slot_of", kind))
 
 
 def add_host_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:

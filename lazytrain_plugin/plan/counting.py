@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from dataclasses import dataclass
 
 import highspy
 
+from lazytrain_plugin.plan.deadline import Deadline
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.relaxation import RelaxationError, Relaxed, solve_relaxation
@@ -38,57 +38,72 @@ class _Count:
 
 
 class CountBounds:
-    """The search over counts. Changes bounds of the model while it runs, and puts them back."""
+    """The search over counts, in portions. It changes bounds of the model, and `restore` puts them back."""
 
-    def __init__(self, problem: PlacementProblem, model: highspy.Highs, v: Variables) -> None:
+    def __init__(self, problem: PlacementProblem, model: highspy.Highs, v: Variables, root: Relaxed) -> None:
         self._model = model
-        self._counts = list(self._stem_counts(problem, v)) + list(self._unit_counts(v))
+        self._counts = [*self._uses(v), *self._stem_counts(problem, v), *self._unit_counts(v)]
+        self._nodes: list[tuple[float, int, dict[int, tuple[float, float]], list[float]]] = [
+            (root.bound_ms, 0, {}, root.values)
+        ]
+        self._closed_ms = math.inf
+        self._applied: dict[int, tuple[float, float]] = {}
         self.deepest: Relaxed | None = None
-        """The relaxation of the first node whose counts are all whole."""
+        """The relaxation of the first node whose counts are all whole; may be taken away, for the next one."""
         self.num_nodes = 0
 
-    def raise_bound(self, root: Relaxed, enough_ms: float, *, until_s: float, max_nodes: int) -> float:
-        """The best bound in ms that the search proves.
+    @property
+    def bound_ms(self) -> float:
+        """No placement of the program has a shorter step; infinite: there is none at all."""
+        return min(self._closed_ms, self._nodes[0][0] if self._nodes else math.inf)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """No branch on counts can raise the bound any more."""
+        return not self._nodes or self._nodes[0][0] >= self._closed_ms
+
+    def raise_bound(self, enough_ms: float, *, deadline: Deadline, max_nodes: int) -> float:
+        """The best bound in ms that so many more nodes prove.
 
         Args:
             enough_ms: the search ends when it is proven that no placement is faster than this.
-            until_s: on `time.monotonic`'s clock.
+            deadline: when it ends at the latest.
         """
-        nodes: list[tuple[float, int, dict[int, tuple[float, float]], list[float]]] = [
-            (root.bound_ms, 0, {}, root.values)
-        ]
-        closed_ms = math.inf
         self._model.setOptionValue("solve_relaxation", True)
-        applied: dict[int, tuple[float, float]] = {}
-        while nodes and nodes[0][0] < min(enough_ms, closed_ms):
-            if time.monotonic() > until_s or self.num_nodes >= max_nodes:
+        last = self.num_nodes + max_nodes
+        while not self.is_exhausted and self._nodes[0][0] < enough_ms:
+            if deadline.has_passed or self.num_nodes >= last:
                 break
-            bound_ms, _, bounds, values = heapq.heappop(nodes)
-            place, value = self._most_fractional(values)
-            if place is None:
-                # All counts are whole: what is left is in which order, and no branch on counts can say more.
-                closed_ms = min(closed_ms, bound_ms)
+            self._branch(*heapq.heappop(self._nodes))
+        return self.bound_ms
+
+    def _branch(self, bound_ms: float, _: int, bounds: dict[int, tuple[float, float]], values: list[float]) -> None:
+        place, value = self._most_fractional(values)
+        if place is None:
+            # All counts are whole: what is left is in which order, and no branch on counts can say more.
+            self._closed_ms = min(self._closed_ms, bound_ms)
+            return
+        low, high = bounds.get(place, (0.0, float(len(self._counts[place].columns))))
+        for limits in ((low, math.floor(value)), (math.ceil(value), high)):
+            child = {**bounds, place: limits}
+            self._apply(child)
+            self.num_nodes += 1
+            try:
+                relaxed = solve_relaxation(self._model)
+            except RelaxationError:
+                self._closed_ms = min(self._closed_ms, bound_ms)  # nothing is known below this node
                 continue
-            low, high = bounds.get(place, (0.0, float(len(self._counts[place].columns))))
-            for limits in ((low, math.floor(value)), (math.ceil(value), high)):
-                child = {**bounds, place: limits}
-                self._apply(child, applied)
-                applied = child
-                self.num_nodes += 1
-                try:
-                    relaxed = solve_relaxation(self._model)
-                except RelaxationError:
-                    closed_ms = min(closed_ms, bound_ms)  # nothing is known below this node
-                    continue
-                if relaxed is not None:
-                    child_ms = max(bound_ms, relaxed.bound_ms)
-                    heapq.heappush(nodes, (child_ms, self.num_nodes, child, relaxed.values))
-                    if self.deepest is None and self._most_fractional(relaxed.values)[0] is None:
-                        self.deepest = relaxed
-        self._apply({}, applied)
+            if relaxed is not None:
+                child_ms = max(bound_ms, relaxed.bound_ms)
+                heapq.heappush(self._nodes, (child_ms, self.num_nodes, child, relaxed.values))
+                if self.deepest is None and self._most_fractional(relaxed.values)[0] is None:
+                    self.deepest = relaxed
+
+    def restore(self) -> None:
+        """The model as it was."""
+        self._apply({})
         self._model.setOptionValue("solve_relaxation", False)
         self._model.clearSolver()
-        return min(closed_ms, nodes[0][0] if nodes else enough_ms)
 
     def _most_fractional(self, values: list[float]) -> tuple[int | None, float]:
         best, best_score, best_value = None, 0.0, 0.0
@@ -99,12 +114,18 @@ class CountBounds:
                 best, best_score, best_value = place, distance * count.weight, value
         return best, best_value
 
-    def _apply(self, bounds: dict[int, tuple[float, float]], applied: dict[int, tuple[float, float]]) -> None:
-        for place in {**applied, **bounds}:
+    def _apply(self, bounds: dict[int, tuple[float, float]]) -> None:
+        for place in {**self._applied, **bounds}:
             count = self._counts[place]
             low, high = bounds.get(place, (0.0, float(len(count.columns))))
             change = self._model.changeRowBounds if count.is_row else self._model.changeColBounds
             change(count.index, low, high)
+        self._applied = bounds
+
+    @staticmethod
+    def _uses(v: Variables):
+        for column in v.used.values():
+            yield _Count(column.index, False, (column.index,), 1e4)
 
     @staticmethod
     def _stem_counts(problem: PlacementProblem, v: Variables):

@@ -20,6 +20,7 @@ from lazytrain_plugin.plan.accounting import (
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home
 from lazytrain_plugin.plan.formats import gradient_error, spend_slack
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, build_problem
+from lazytrain_plugin.plan.replay import Candidate, Judge, candidate_of
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
@@ -29,6 +30,8 @@ from lazytrain_plugin.units import format_bytes
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 
 COARSE_COUNTS = 16
+PROMISING = 3
+"""Layouts that are searched for their best number of resident units."""
 WORTHWHILE_FRAC = 0.002
 """A placement that takes more GPU memory must be faster by this much."""
 
@@ -121,53 +124,55 @@ def _search(problem: PlacementProblem) -> tuple[PlacementPlan, float] | None:
 
     The number of resident units is searched coarsely first, then by one around the best: step time has no narrow dips.
     """
+    placer = _Placer(problem)
     if not problem.has_gpu:
         # One tier: only activations are left to decide.
-        plan = _save_what_fits(problem, leanest_plan(problem))
-        return (plan, simulate(problem, plan).step_s) if fits(problem, plan) else None
+        plan = placer.save_what_fits(leanest_plan(problem))
+        return (plan, placer.judge.step_s(plan)) if placer.judge.fits(plan) else None
     best: tuple[PlacementPlan, float] | None = None
     num_units = len(problem.units)
-    stride = max(1, num_units // COARSE_COUNTS)
-    for variant in _promising(problem, _variants(problem)):
-        for stem_on_gpu in range(len(problem.stem) + 1):
-            best_count, best_count_s = None, float("inf")
-            coarse = {*range(0, num_units + 1, stride), num_units}
-            for counts in (coarse, None):
-                if counts is None:
-                    if best_count is None:
-                        break
-                    counts = set(range(max(0, best_count - stride), min(num_units, best_count + stride) + 1)) - coarse
-                for count in sorted(counts):
-                    for resident in dict.fromkeys((_first(count), _spread(count, num_units))):
-                        plan = _plan(problem, replace(variant, stem_on_gpu=stem_on_gpu, resident=resident))
-                        if not fits(problem, plan):
-                            continue
-                        plan = _save_what_fits(problem, plan)
-                        step_s = simulate(problem, plan).step_s
-                        if step_s < best_count_s:
-                            best_count, best_count_s = count, step_s
-                        if best is None or step_s < best[1] * (1 - WORTHWHILE_FRAC):
-                            best = (plan, step_s)
+    for layout in _promising(placer, _variants(problem)):
+        best_count, stride = None, max(1, num_units // COARSE_COUNTS)
+        counts = sorted({*range(0, num_units + 1, stride), num_units})
+        while counts:
+            best_count_s = float("inf")
+            for count in counts:
+                for resident in dict.fromkeys((_first(count), _spread(count, num_units))):
+                    plan = placer.place(replace(layout, resident=resident))
+                    if not placer.judge.fits(plan):
+                        continue
+                    plan = placer.save_what_fits(plan)
+                    step_s = placer.judge.step_s(plan)
+                    if step_s < best_count_s:
+                        best_count, best_count_s = count, step_s
+                    if best is None or step_s < best[1] * (1 - WORTHWHILE_FRAC):
+                        best = (plan, step_s)
+            if best_count is None or stride == 1:
+                break
+            tried, stride = stride, max(1, stride // 3)
+            counts = sorted(set(range(max(0, best_count - tried), min(num_units, best_count + tried) + 1, stride)))
     return best
 
 
-def _promising(problem: PlacementProblem, variants: list[_Layout]) -> list[_Layout]:
-    """The two that look fastest at a few numbers of resident units; all of them where there are no more."""
-    if len(variants) <= 2:
-        return variants
-    num_units = len(problem.units)
+def _promising(placer: _Placer, variants: list[_Layout]) -> list[_Layout]:
+    """Those that look fastest at a few numbers of resident units, each with so many stem units on the GPU."""
+    problem = placer.problem
+    num_units, layouts = len(problem.units), []
+    for variant in variants:
+        layouts += [replace(variant, stem_on_gpu=count) for count in range(len(problem.stem) + 1)]
+    if len(layouts) <= PROMISING:
+        return layouts
     ranked: list[tuple[float, int]] = []
-    for index, variant in enumerate(variants):
+    for index, layout in enumerate(layouts):
         times_s = [float("inf")]
         for count in sorted({num_units * quarter // 4 for quarter in range(5)}):
-            for stem in (0, len(problem.stem)):
-                plan = _plan(problem, replace(variant, stem_on_gpu=stem, resident=_first(count)))
-                if fits(problem, plan):
-                    times_s.append(simulate(problem, _save_what_fits(problem, plan), steps=2).step_s)
+            plan = placer.place(replace(layout, resident=_first(count)))
+            if placer.judge.fits(plan):
+                times_s.append(placer.judge.step_s(placer.save_what_fits(plan), steps=2))
         ranked.append((min(times_s), index))
     if all(step_s == float("inf") for step_s, _ in ranked):
-        return variants
-    return [variants[index] for _, index in sorted(ranked)[:2]]
+        return layouts
+    return [layouts[index] for _, index in sorted(ranked)[:PROMISING]]
 
 
 def _variants(problem: PlacementProblem) -> list[_Layout]:
@@ -256,47 +261,64 @@ def empty_plan(problem: PlacementProblem, units: Sequence[UnitPlan], stem: Seque
     )
 
 
-def _save_what_fits(problem: PlacementProblem, plan: PlacementPlan) -> PlacementPlan:
-    """Saves activations on the GPU, of as many units as fit, from the last on: backward frees those first, so that the
-    widest recompute of the others finds its memory again. Each strategy may come first; those that save less follow."""
-    strategies = [a for a in reversed(Activations) if a in problem.capabilities.strategies][:-1]
-    best, best_saved_s = plan, -1.0
-    for first in range(len(strategies)):
-        filled = plan
-        for activations in strategies[first:]:
-            filled = _saving(problem, filled, activations)
-        saved_s = sum(c.forward_s - c.recompute_s(unit.activations) for c, unit in zip(problem.units, filled.units))
-        if saved_s > best_saved_s:
-            best, best_saved_s = filled, saved_s
-    return best
+class _Placer:
+    """Layouts as plans, with as much saved as fits. Equal units are one object, so that judging them is quick."""
 
+    def __init__(self, problem: PlacementProblem) -> None:
+        self.problem, self.judge = problem, Judge(problem)
+        self._same: dict[tuple[int, UnitPlan], UnitPlan] = {}
+        self._strategies = [a for a in reversed(Activations) if a in problem.capabilities.strategies][:-1]
 
-def _saving(problem: PlacementProblem, plan: PlacementPlan, activations: Activations) -> PlacementPlan:
-    """The most of the last units without a strategy yet get this one."""
-    free = [
-        index
-        for index, (cost, unit) in enumerate(zip(problem.units, plan.units))
-        if unit.activations == Activations.RECOMPUTE
-        and cost.can(activations)
-        # With little work per byte, codes may take longer than the recompute that they spare.
-        and cost.recompute_s(activations) < cost.recompute_s(Activations.RECOMPUTE)
-    ]
+    def place(self, layout: _Layout) -> PlacementPlan:
+        plan = _plan(self.problem, layout)
+        return replace(plan, units=tuple(self._once(u, unit) for u, unit in enumerate(plan.units)))
 
-    def with_last(count: int) -> PlacementPlan:
-        chosen = frozenset(free[len(free) - count :])
-        units = (
-            replace(unit, activations=activations, saved_bits=problem.units[index].planned_bits(activations))
-            if index in chosen
-            else unit
-            for index, unit in enumerate(plan.units)
-        )
-        return replace(plan, units=tuple(units))
+    def _once(self, u: int, unit: UnitPlan) -> UnitPlan:
+        return self._same.setdefault((u, unit), unit)
 
-    low, high = 0, len(free)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(problem, with_last(middle)) else (low, middle - 1)
-    return with_last(low)
+    def save_what_fits(self, plan: PlacementPlan) -> PlacementPlan:
+        """Saves activations on the GPU, of as many units as fit, from the last on: backward frees those first, so that
+        the widest recompute of the others finds its memory again. Each strategy may come first; those that save less
+        follow."""
+        best, best_saved_s = plan, -1.0
+        for first in range(len(self._strategies)):
+            filled = plan
+            for activations in self._strategies[first:]:
+                filled = self.saving(filled, activations)
+            saved_s = sum(
+                cost.forward_s - cost.recompute_s(unit.activations)
+                for cost, unit in zip(self.problem.units, filled.units)
+            )
+            if saved_s > best_saved_s:
+                best, best_saved_s = filled, saved_s
+        return best
+
+    def saving(self, plan: PlacementPlan, activations: Activations) -> PlacementPlan:
+        """The most of the last units without a strategy yet get this one."""
+        free = [
+            index
+            for index, (cost, unit) in enumerate(zip(self.problem.units, plan.units))
+            if unit.activations == Activations.RECOMPUTE
+            and cost.can(activations)
+            # With little work per byte, codes may take longer than the recompute that they spare.
+            and cost.recompute_s(activations) < cost.recompute_s(Activations.RECOMPUTE)
+        ]
+        saving = {}
+        for u in free:
+            bits = self.problem.units[u].planned_bits(activations)
+            saving[u] = self._once(u, replace(plan.units[u], activations=activations, saved_bits=bits))
+
+        def with_last(count: int) -> Candidate:
+            units = list(plan.units)
+            for u in free[len(free) - count :]:
+                units[u] = saving[u]
+            return candidate_of(plan, tuple(units))
+
+        low, high = 0, len(free)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.judge.fits(with_last(middle)) else (low, middle - 1)
+        return replace(plan, units=with_last(low).units) if low else plan
 
 
 def _with_coded_inputs(problem: PlacementProblem, plan: PlacementPlan, step_s: float) -> tuple[PlacementPlan, float]:
@@ -304,10 +326,10 @@ def _with_coded_inputs(problem: PlacementProblem, plan: PlacementPlan, step_s: f
     lets more units save, or less crosses the link."""
     if all(unit.saved_bits == 16 for unit in plan.units):
         return plan, step_s
-    coded, more = None, plan
+    coded, more, placer = None, plan, _Placer(problem)
     while coded != more:
         coded = replace(more, units=tuple(_with_coded_input(unit) for unit in more.units))
-        more = _saving(problem, coded, Activations.MATMULS)
+        more = placer.saving(coded, Activations.MATMULS)
     if not fits(problem, coded):
         return plan, step_s
     coded_s = simulate(problem, coded).step_s

@@ -103,6 +103,8 @@ def add_forward_weights(model: highspy.Highs, problem: PlacementProblem, v: Vari
     forward_weights(u) >= states_back(u-S)     + states_in(u) streams_states(u) where a slot holds a unit's states; else
     forward_weights(u) >= states_back(u-1) - (S-1) chunks out of u-1 + states_in(u) - ahead (1 - streams_states(u))
     forward_weights(u) >= states_back(u-P)     + copy(u) streamed(u): updated weights leave from their slot
+    forward_weights(N-1) >= all updates of the worker + copy uses(worker): the last updated unit's copy comes after all
+    of them, whichever unit it is. Implied for whole units, but not for fractions.
     The stem's: the embedding's before the first unit, the head's after the last.
     Rows: `weights_order(u)`, `weights_updated(u)`, `weights_slot(u)`, `states_slot(u)`.
     """
@@ -131,6 +133,10 @@ def add_forward_weights(model: highspy.Highs, problem: PlacementProblem, v: Vari
         if has_streams(v, u) and not problem.divides_updates:
             _add_states_slot(model, problem, v, u, arrives, states)
         before = arrives
+    if "worker" in v.used:
+        copies = [ms(cost.weight_h2d_s) for u, cost in enumerate(problem.units) if cost.num_trainable]
+        updates = sum(ms(cost.cpu_update_s) * v.on_worker(u) for u, cost in enumerate(problem.units))
+        model.addConstr(before >= updates + min(copies) * v.used["worker"], name=name("weights_last"))
     for s in stem_indices(problem, first=False):
         before = _add_stem_copy(model, problem, v, s, before)
 

@@ -31,6 +31,8 @@ class Variables:
     state_slot_mib: Column = 0
     activation_slot_mib: Column = 0
     nvme_slot_mib: Column = 0
+    used: dict[str, Column] = field(default_factory=dict)
+    """Whether any unit is streamed, sends gradients, ...: 1 as soon as one is."""
 
     updated_ms: list[Column] = field(default_factory=list)
     stem_updated_ms: list[Column] = field(default_factory=list)
@@ -133,6 +135,37 @@ def define_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variab
         v.activation_slot_mib = _positive(model, "activation_slot_mib")
     if problem.has_gpu and problem.has_nvme:
         v.nvme_slot_mib = _positive(model, "nvme_slot_mib")
+
+
+def define_uses(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """uses(kind) in {0, 1} (V4): whether any unit has weights off the GPU, sends gradients, ...
+
+    A slot is as large for one unit as for all. Fractions of units would make it smaller; a fraction of these few
+    binaries is branched away first.
+    """
+    for kind, columns in kinds_of_use(problem, v).items():
+        present = [column for column in columns if not isinstance(column, int)]
+        if len(present) > 1:
+            v.used[kind] = _binary(model, name("uses", kind))
+            model.addConstr(sum(present) <= len(present) * v.used[kind], name=name("uses", kind))
+
+
+def kinds_of_use(problem: PlacementProblem, v: Variables) -> dict[str, list[Column]]:
+    """What takes slots, and per unit whether it does: 0, or an expression."""
+    units = range(len(problem.units))
+    trains = [cost.num_trainable > 0 for cost in problem.units]
+    kinds = {
+        "streamed": [v.streamed(u) for u in units],
+        "worker": [v.on_worker(u) if trains[u] else 0 for u in units],
+        "sends": [v.sends(u) if trains[u] else 0 for u in units],
+        "passing": [v.streams_states(u) for u in units],
+        "boundary_cpu": list(v.boundary_on_cpu),
+    }
+    for activations, tier in dict.fromkeys(choice for choices in v.saved for choice in choices):
+        if tier != Tier.GPU:
+            key = (activations, tier)
+            kinds[f"{activations}_{tier}"] = [choices.get(key, 0) for choices in v.saved]
+    return kinds
 
 
 def offloads_anything(problem: PlacementProblem) -> bool:

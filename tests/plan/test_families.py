@@ -14,9 +14,10 @@ from lazytrain_plugin.plan.accounting import account  # noqa: E402
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, saving_choices  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.problem import StrategyCost, build_problem  # noqa: E402
+from lazytrain_plugin.plan.program import run_highs  # noqa: E402
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest  # noqa: E402
 from lazytrain_plugin.plan.simulate import simulate  # noqa: E402
-from lazytrain_plugin.plan.solve import run_highs, solve_problem  # noqa: E402
+from lazytrain_plugin.plan.solve import solve_problem  # noqa: E402
 from lazytrain_plugin.profile.model import StrategyProfile  # noqa: E402
 from lazytrain_plugin.units import GIB, MIB  # noqa: E402
 from lazytrain_plugin.vocab import Activations, Tier  # noqa: E402

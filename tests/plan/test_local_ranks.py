@@ -74,7 +74,9 @@ def test_activations_on_nvme_are_each_ranks_own():
     ("planner", "gpu_gib", "room"), [(make_plan, 1.8, 90), (make_plan, 0, 900), (greedy_plan, 0, 900)]
 )
 def test_plans_leave_room_for_every_rank(planner, gpu_gib, room):
-    model, machine = builders.model(), builders.hardware(gpu_gib=gpu_gib)
+    # Links so fast that saving in host memory is worth it.
+    rates = ("h2d_shared_bytes_per_s", "d2h_shared_bytes_per_s", "host_memory_bytes_per_s")
+    model, machine = builders.model(), builders.hardware(gpu_gib=gpu_gib, **dict.fromkeys(rates, 1e13))
     capabilities = Capabilities(offloaded_boundaries=True, offloaded_saved=True)
     request = PlanRequest(max_tokens=16384, capabilities=capabilities, local_ranks=3)
     problem = build_problem(model, machine, request)

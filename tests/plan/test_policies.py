@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from lazytrain_plugin.plan.accounting import account
-from lazytrain_plugin.plan.greedy import plan_greedily
+from lazytrain_plugin.plan.greedy import fits, plan_greedily
 from lazytrain_plugin.plan.policies import POLICIES, evaluate
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.plan.search import search_patterns
+from lazytrain_plugin.plan.simplify import LEAST_GAIN_FRAC
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import GIB
@@ -39,13 +41,27 @@ def problem_for(model: str, file: str):
 @pytest.mark.parametrize("file", SEQUENCES)
 @pytest.mark.parametrize("model", SHAPES)
 def test_never_slower_than_a_fixed_policy_that_fits(model, file):
-    """By the greedy planner, where the program starts from: it only gets faster."""
+    """By the greedy planner, which the program's plan is never slower than."""
     problem, machine = problem_for(model, file)
     plan = plan_greedily(problem)
     outcomes = [evaluate(policy, problem, machine.host_memory_bytes_per_s) for policy in POLICIES]
     fitting = [outcome for outcome in outcomes if outcome.fits]
     assert fitting
     assert simulate(problem, plan).step_s <= min(outcome.times.step_s for outcome in fitting) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("file", SEQUENCES)
+@pytest.mark.parametrize("model", ["7b", "moe"])
+def test_the_plan_is_never_slower_than_greedy_or_a_policy_or_with_less_freedom(model, file):
+    solve = pytest.importorskip("lazytrain_plugin.plan.solve", reason="needs highspy", exc_type=ImportError)
+    problem, _ = problem_for(model, file)
+    plan = solve.solve_problem(problem, gap_frac=0.02)
+    step_s = simulate(problem, plan).step_s
+    others = [plan_greedily(problem), *(policy.place(problem) for policy in POLICIES)]
+    assert step_s <= min(simulate(problem, other).step_s for other in others if fits(problem, other))
+    for fewer in solve.fewer_capabilities(problem.capabilities):
+        other = search_patterns(replace(problem, capabilities=fewer), plan, tries_frac=0.2)
+        assert other is None or step_s <= simulate(problem, other).step_s * (1 + LEAST_GAIN_FRAC)
 
 
 def test_what_each_rule_costs_adds_up():

@@ -14,9 +14,10 @@ from lazytrain_plugin.errors import InfeasiblePlanError  # noqa: E402
 from lazytrain_plugin.plan.check import check_plan  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, greedy_plan, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.problem import build_problem  # noqa: E402
+from lazytrain_plugin.plan.program import build_program, run_highs  # noqa: E402
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest  # noqa: E402
 from lazytrain_plugin.plan.simulate import simulate  # noqa: E402
-from lazytrain_plugin.plan.solve import build_program, run_highs, solve_plan, solve_problem  # noqa: E402
+from lazytrain_plugin.plan.solve import solve_plan, solve_problem  # noqa: E402
 from lazytrain_plugin.units import GIB, MIB  # noqa: E402
 from lazytrain_plugin.vocab import Activations, Tier, Updater  # noqa: E402
 from tests.plan import builders  # noqa: E402

@@ -1,0 +1,461 @@
+"""The simulator and the accounting in a hurry: thousands of plans of one problem, a step time and bytes for each.
+
+Searching spends nearly all of its time in judging plans that differ in a unit or two. Here what a unit's decisions mean
+is looked up once (`_Facts`), and the replay is one loop over numbers, without names, events or noise. It gives the very
+numbers of `simulate` and `account`, bit for bit (tests/plan/test_replay.py); where a plan has what it doesn't know (a
+disk, dropped inputs, updates that ranks divide, no GPU), it asks them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from lazytrain_plugin.plan.accounting import (
+    account,
+    is_streamed,
+    nvme_bytes_allowed_per_step,
+    nvme_written_bytes,
+    offloaded_bytes,
+    sends_gradients,
+    unit_bytes,
+    updates_meet_at_home,
+)
+from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, PlacementProblem, UnitCost
+from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+from lazytrain_plugin.plan.simulate import NEEDED_FIRST, simulate
+from lazytrain_plugin.profile.model import UnitRole
+from lazytrain_plugin.vocab import Tier, Updater
+
+FROZEN, ON_WORKER, ON_GPU, PASSING = range(4)
+"""Who updates a unit: nobody, the CPU, the GPU where its states rest, the GPU with states that pass it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the decisions for one unit come to. Seconds as the simulator takes them, bytes as the accounting does."""
+
+    unit: UnitPlan
+    """Kept so that its identity stays its own."""
+    is_known: bool
+    """Everything rests on the GPU or the host, and one rank updates it; else `simulate` and `account` are asked."""
+    updates: int
+    streamed: bool
+    sends: bool
+    leaves: bool
+    update_s: float
+    """On the worker, slowed down by what leaves."""
+    delay_s: float
+    weights_s: float
+    forward_s: float
+    leave_s: float
+    return_s: float
+    backward_s: float
+    """With the recompute."""
+    send_s: float
+    add_s: float
+    gpu_update_s: float
+    chunks: int
+    in_s: float
+    out_s: float
+    passing_update_s: float
+    chunk_update_s: float
+    rest_gpu: int
+    rest_cpu: int
+    weight_bytes: int
+    offloaded: int
+    input_bytes: int
+    saved_bytes: int
+    gradient_bytes: int
+    workspace_bytes: int
+    state_slot_bytes: int
+
+
+def _facts(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> _Facts:
+    tiers = (unit.weights, unit.states, unit.gradient_tier, unit.boundary, unit.saved)
+    streamed, sends, offloaded = is_streamed(unit), sends_gradients(cost, unit), offloaded_bytes(cost, unit)
+    rest = unit_bytes(cost, unit)
+    updates = ON_WORKER
+    if not cost.num_trainable:
+        updates = FROZEN
+    elif unit.streams_states:
+        updates = PASSING
+    elif unit.updater == Updater.GPU:
+        updates = ON_GPU
+    delay_s = problem.update_delay_s(offloaded)
+    leaving_bytes = cost.streamed_out_bytes + (cost.weight_bytes if streamed else 0)
+    on_gpu = unit.boundary == Tier.GPU
+    return _Facts(
+        unit=unit,
+        is_known=set(tiers) <= {Tier.GPU, Tier.CPU} and not updates_meet_at_home(cost, unit),
+        updates=updates,
+        streamed=streamed,
+        sends=sends,
+        leaves=offloaded > 0,
+        update_s=cost.cpu_update_s + delay_s,
+        delay_s=delay_s,
+        weights_s=cost.weight_h2d_s,
+        forward_s=cost.forward_s,
+        leave_s=problem.d2h_s(offloaded),
+        return_s=problem.h2d_s(offloaded),
+        backward_s=cost.recompute_s(unit.activations) + cost.backward_s,
+        send_s=cost.gradient_d2h_s,
+        add_s=cost.accumulate_s,
+        gpu_update_s=cost.gpu_update_s,
+        chunks=cost.state_chunks,
+        in_s=problem.h2d_s(cost.streamed_in_bytes) / cost.state_chunks,
+        out_s=problem.d2h_s(leaving_bytes) / cost.state_chunks,
+        passing_update_s=cost.streamed_update_s,
+        chunk_update_s=cost.streamed_update_s / cost.state_chunks,
+        rest_gpu=rest["gpu"],
+        rest_cpu=rest["cpu"],
+        weight_bytes=cost.weight_bytes if streamed else 0,
+        offloaded=offloaded,
+        input_bytes=cost.boundary_bytes_in(unit.boundary_bits) if on_gpu else 0,
+        saved_bytes=cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved == Tier.GPU else 0,
+        gradient_bytes=cost.gradient_bytes,
+        workspace_bytes=cost.workspace_bytes,
+        state_slot_bytes=cost.state_slot_bytes if unit.streams_states else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What of a plan decides its bytes and its time, without the checks and sizes of a whole one."""
+
+    units: tuple[UnitPlan, ...]
+    stem: tuple[UnitPlan, ...]
+    weight_slots: int
+    gradient_slots: int
+    state_slots: int
+    activation_slots: int
+    nvme_slots: int
+
+
+def candidate_of(plan: PlacementPlan, units: tuple[UnitPlan, ...]) -> Candidate:
+    """The plan with other units."""
+    return Candidate(
+        units=units,
+        stem=plan.stem,
+        weight_slots=plan.weight_slots,
+        gradient_slots=plan.gradient_slots,
+        state_slots=plan.state_slots,
+        activation_slots=plan.activation_slots,
+        nvme_slots=plan.nvme_slots,
+    )
+
+
+Judged = PlacementPlan | Candidate
+
+
+class Judge:
+    """Step times and bytes of plans of one problem."""
+
+    def __init__(self, problem: PlacementProblem) -> None:
+        self.problem = problem
+        self._costs = (*problem.units, *problem.stem)
+        self._facts: dict[tuple[int, int], _Facts] = {}
+        roles = [cost.role for cost in problem.stem]
+        self._first = [s for s, role in enumerate(roles) if role in NEEDED_FIRST]
+        self._last = [s for s, role in enumerate(roles) if role not in NEEDED_FIRST]
+        self._heads = [s for s, role in enumerate(roles) if role == UnitRole.HEAD]
+        self._others = [s for s, role in enumerate(roles) if role != UnitRole.HEAD]
+        self._have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes}
+        self._have["nvme"] = problem.nvme_budget_bytes
+
+    def fits(self, plan: Judged) -> bool:
+        """As `greedy.fits`."""
+        return self.excess_frac(plan) == 0
+
+    def excess_frac(self, plan: Judged) -> float:
+        """Bytes beyond the budgets, each tier's as a share of its budget; 0: it fits."""
+        excess = sum(
+            max(0, num_bytes - self._have[tier]) / max(self._have[tier], 1)
+            for tier, num_bytes in self.need_bytes(plan).items()
+        )
+        allowed = nvme_bytes_allowed_per_step(self.problem)
+        if allowed != float("inf") and nvme_written_bytes(self.problem, plan) > allowed:
+            excess += nvme_written_bytes(self.problem, plan) / max(allowed, 1.0)
+        return excess
+
+    def need_bytes(self, plan: Judged) -> dict[str, int]:
+        """As `account(problem, plan).need_bytes()`."""
+        facts = self._facts_of(plan)
+        if facts is None:
+            return account(self.problem, plan).need_bytes()
+        problem, num_units = self.problem, len(plan.units)
+        units, stem = facts[:num_units], facts[num_units:]
+        num_streamed = slot = ring = gradient_slot = input_bytes = saved_bytes = offloaded = 0
+        rest_gpu = rest_cpu = state_slot = 0
+        for fact in units:
+            if fact.streamed:
+                num_streamed += 1
+                if fact.weight_bytes > slot:
+                    slot = fact.weight_bytes
+            if fact.offloaded:
+                offloaded += fact.offloaded
+                ring = max(ring, fact.offloaded)
+            if fact.sends and fact.gradient_bytes > gradient_slot:
+                gradient_slot = fact.gradient_bytes
+            input_bytes += fact.input_bytes
+            saved_bytes += fact.saved_bytes
+        for fact in facts:
+            rest_gpu += fact.rest_gpu
+            rest_cpu += fact.rest_cpu
+            if fact.state_slot_bytes > state_slot:
+                state_slot = fact.state_slot_bytes
+        rest_gpu += min(plan.weight_slots, num_streamed + 1) * slot
+        # The windows of `accounting.windows`, from the loss backwards.
+        head = sum(self._head_bytes(stem, always=True))
+        leaving_head = sum(self._head_bytes(stem, always=False))
+        fullest, rings = input_bytes + saved_bytes + problem.loss_bytes, plan.gradient_slots - 1
+        stays, coming = not problem.has_accumulation, input_bytes + saved_bytes + head
+        for later, fact in enumerate(reversed(units)):
+            coming -= fact.saved_bytes
+            window = coming + fact.workspace_bytes + (1 + (later if later < rings else rings)) * gradient_slot
+            if not fact.sends:
+                if stays:
+                    coming += fact.gradient_bytes
+                window += fact.gradient_bytes
+            if later < rings:
+                window += leaving_head
+            if window > fullest:
+                fullest = window
+            coming -= fact.input_bytes
+        resting = coming - head
+        embedding = sum(cost.gradient_bytes for cost in problem.stem if cost.role != UnitRole.HEAD)
+        fullest = max(fullest, head + resting + rings * gradient_slot + embedding)
+        ring *= plan.activation_slots
+        step = rest_gpu + plan.state_slots * state_slot + problem.exchange_bytes + ring + fullest
+        gpu = step + int((fullest + ring) * FRAGMENTATION_FRAC) + problem.gpu_reserve_bytes
+        cpu = rest_cpu + problem.cpu_reserve_bytes
+        if problem.evaluation_bytes:
+            evaluation = int((1 + FRAGMENTATION_FRAC) * problem.evaluation_bytes)
+            gpu = max(gpu, rest_gpu + problem.gpu_reserve_bytes + evaluation)
+        return {"gpu": gpu, "cpu": cpu + max(problem.local_ranks * offloaded, problem.save_bytes)}
+
+    def _head_bytes(self, stem: list[_Facts], *, always: bool):
+        """As `accounting._head_gradient_bytes`."""
+        for cost, fact in zip(self.problem.stem, stem):
+            if self.problem.tied and cost.role == UnitRole.EMBEDDING:
+                yield cost.gradient_bytes if always else 0
+            elif cost.role == UnitRole.HEAD and fact.sends:
+                yield 0 if always else cost.gradient_bytes
+            elif cost.role == UnitRole.HEAD and not self.problem.has_accumulation:
+                yield cost.gradient_bytes if always else 0
+
+    def _facts_of(self, plan: Judged) -> list[_Facts] | None:
+        """Of all units and the stem; None where `simulate` and `account` must be asked."""
+        if not self.problem.has_gpu:
+            return None
+        found, known = [], self._facts
+        for place, unit in enumerate((*plan.units, *plan.stem)):
+            key = (place, id(unit))
+            fact = known.get(key)
+            if fact is None:
+                fact = known[key] = _facts(self.problem, self._costs[place], unit)
+            if not fact.is_known:
+                return None
+            found.append(fact)
+        return found
+
+    def step_s(self, plan: Judged, *, steps: int = 3) -> float:
+        """As `simulate(problem, plan, steps=steps).step_s`."""
+        facts = self._facts_of(plan)
+        if facts is None:
+            return simulate(self.problem, plan, steps=steps).step_s
+        num_units = len(plan.units)
+        replay = _Replay(facts[:num_units], facts[num_units:], plan)
+        begin_s = end_s = 0.0
+        stem = facts[num_units:]
+        loss = [
+            (num_units + s, cost.forward_s + cost.backward_s)
+            for s, cost in enumerate(self.problem.stem)
+            if cost.forward_s
+        ]
+        first = [(num_units + s, stem[s]) for s in self._first]
+        last = [(num_units + s, stem[s]) for s in self._last]
+        heads = [(num_units + s, stem[s]) for s in self._heads]
+        others = [(num_units + s, stem[s]) for s in self._others]
+        order = [*first, *enumerate(facts[:num_units]), *last]
+        for _ in range(steps):
+            begin_s = end_s
+            replay.updates(order, begin_s)
+            for micro in range(self.problem.accumulation_steps):
+                replay.forward(first, last, loss, fresh=micro == 0)
+                end_s = replay.backward(heads, others)
+        return end_s - begin_s
+
+
+class _Replay:
+    """The state of `simulate._Step` as numbers, by place in the model: units first, then the stem."""
+
+    def __init__(self, units: list[_Facts], stem: list[_Facts], plan: Judged) -> None:
+        self.units = units
+        count = len(units) + len(stem)
+        self.compute_s = self.h2d_s = self.d2h_s = self.worker_s = 0.0
+        self.gradient_s = [0.0] * count
+        self.weight_s = [0.0] * count
+        self.back_s = [0.0] * count
+        self.offloaded_s = [0.0] * len(units)
+        self.slots: dict[int, float] = {}
+        self.free_slots = [0.0] * plan.weight_slots
+        self.sent: deque[float] = deque([0.0] * max(1, plan.gradient_slots - 1), maxlen=max(1, plan.gradient_slots - 1))
+        self.waits_for_sends = plan.gradient_slots > 1
+        self.states: deque[float] = deque([0.0] * plan.state_slots, maxlen=plan.state_slots)
+        self.states_back_s = 0.0
+        self.crossing: deque[tuple[float, float]] = deque()
+        self.activation_slots = plan.activation_slots
+
+    def updates(self, order: list[tuple[int, _Facts]], step_s: float) -> None:
+        slots, weight_s, on_worker = self.slots, self.weight_s, False
+        for place, fact in order:
+            updates = fact.updates
+            if updates == FROZEN:
+                weight_s[place] = 0.0
+                continue
+            if updates != ON_GPU and place in slots:
+                self.free_slots.append(slots.pop(place))
+            if updates == PASSING:
+                weight_s[place] = step_s
+            elif updates == ON_GPU:
+                self.compute_s = weight_s[place] = max(self.compute_s, step_s) + fact.gpu_update_s
+            else:
+                on_worker = True
+        if not on_worker:
+            return
+        worker_s = self.worker_s
+        for place, fact in order:
+            if fact.updates == ON_WORKER:
+                worker_s = weight_s[place] = max(worker_s, step_s, self.gradient_s[place]) + fact.update_s
+            elif fact.delay_s:
+                worker_s = max(worker_s, step_s) + fact.delay_s
+        self.worker_s = worker_s
+
+    def forward(self, first, last, loss, *, fresh: bool) -> None:
+        weight_s = self.weight_s
+        leaving = deque([0.0] * self.activation_slots, maxlen=self.activation_slots)
+        if fresh:
+            self.crossing.clear()
+            self.states_back_s = self.d2h_s
+            self._renew(first)
+        end_s = max((weight_s[place] for place, _ in first), default=0.0)
+        for place, fact in enumerate(self.units):
+            if fact.streamed:
+                ready_s = self._weights_arrive(place, fact)
+            else:
+                if fresh and fact.updates == ON_WORKER:
+                    self.h2d_s = weight_s[place] = max(self.h2d_s, weight_s[place]) + fact.weights_s
+                ready_s = weight_s[place]
+            if fresh and fact.updates == PASSING:
+                ready_s = self._pass(place, fact, ready_s, end_s)
+            if ready_s < end_s:
+                ready_s = end_s
+            if fact.leaves:
+                ready_s = max(ready_s, leaving[0])
+            end_s = (self.compute_s if self.compute_s > ready_s else ready_s) + fact.forward_s
+            self.compute_s = end_s
+            if fact.streamed:
+                self._used_slot(place, end_s)
+            if fact.leaves:
+                leaving.append(self._leave(place, fact.leave_s, end_s))
+        if fresh:
+            self._renew(last)
+            self.d2h_s = max(self.d2h_s, self.states_back_s)
+        for place, duration_s in loss:
+            end_s = self.compute_s = max(self.compute_s, end_s, weight_s[place]) + duration_s
+
+    def backward(self, heads, others) -> float:
+        end_s = self.compute_s
+        returning = deque([0.0] * self.activation_slots, maxlen=self.activation_slots)
+        for place, fact in heads:
+            self._gradient(place, fact, end_s)
+        sent = self.sent
+        for place in range(len(self.units) - 1, -1, -1):
+            fact = self.units[place]
+            arrived_s = self._weights_arrive(place, fact) if fact.streamed else self.weight_s[place]
+            ready_s = end_s if end_s > arrived_s else arrived_s
+            if fact.leaves:
+                start_s = max(self.h2d_s, self.offloaded_s[place], returning[0])
+                self.h2d_s = start_s + fact.return_s
+                ready_s = max(ready_s, self.h2d_s)
+            end_s = (self.compute_s if self.compute_s > ready_s else ready_s) + fact.backward_s
+            if fact.sends and self.waits_for_sends and sent[0] > end_s:
+                end_s = sent[0]
+            self.compute_s = end_s
+            if fact.streamed:
+                self._used_slot(place, end_s)
+            if fact.leaves:
+                returning.append(end_s)
+            if fact.sends:
+                sent.append(self._gradient(place, fact, end_s))
+            else:
+                self.gradient_s[place] = end_s
+        for place, fact in others:
+            self._gradient(place, fact, end_s)
+        return end_s
+
+    def _weights_arrive(self, place: int, fact: _Facts) -> float:
+        slots = self.slots
+        if place in slots:
+            return 0.0
+        slot_s = self.free_slots.pop(0) if self.free_slots else slots.pop(next(iter(slots)))
+        self.h2d_s = max(self.h2d_s, slot_s, self.weight_s[place]) + fact.weights_s
+        return self.h2d_s
+
+    def _used_slot(self, place: int, end_s: float) -> None:
+        self.slots.pop(place, None)
+        back_s = self.back_s[place]
+        self.slots[place] = end_s if end_s > back_s else back_s
+        self.back_s[place] = 0.0
+
+    def _leave(self, place: int, duration_s: float, computed_s: float) -> float:
+        start_s = self.d2h_s if self.d2h_s > computed_s else computed_s
+        left_s = self.d2h_s = self.offloaded_s[place] = start_s + duration_s
+        if self.states_back_s > left_s - duration_s:
+            self.states_back_s += duration_s
+        else:
+            self.crossing.append((left_s - duration_s, duration_s))
+        return left_s
+
+    def _gradient(self, place: int, fact: _Facts, computed_s: float) -> float:
+        """When the gradients have left the GPU."""
+        if not fact.sends:
+            self.gradient_s[place] = computed_s
+            return computed_s
+        sent_s = self.d2h_s = (self.d2h_s if self.d2h_s > computed_s else computed_s) + fact.send_s
+        if fact.add_s:
+            self.worker_s = self.gradient_s[place] = max(self.worker_s, sent_s) + fact.add_s
+        else:
+            self.gradient_s[place] = sent_s
+        return sent_s
+
+    def _renew(self, stem: list[tuple[int, _Facts]]) -> None:
+        for place, fact in stem:
+            if fact.updates == PASSING:
+                self._pass(place, fact, self.weight_s[place], 0.0)
+            elif fact.updates == ON_WORKER and not fact.streamed:
+                self.h2d_s = self.weight_s[place] = max(self.h2d_s, self.weight_s[place]) + fact.weights_s
+
+    def _pass(self, place: int, fact: _Facts, weights_s: float, computed_s: float) -> float:
+        """As `_streamed_update`."""
+        states, crossing = self.states, self.crossing
+        in_s, out_s, update_s = fact.in_s, fact.out_s, fact.chunk_update_s
+        here_s = max(self.h2d_s, states[0], self.gradient_s[place], self.weight_s[place])
+        back_s = self.states_back_s
+        for _ in range(fact.chunks):
+            free_s = states[0]
+            here_s = (here_s if here_s > free_s else free_s) + in_s
+            updated_s = (here_s if here_s > weights_s else weights_s) + update_s
+            back_s = (back_s if back_s > updated_s else updated_s) + out_s
+            while crossing and crossing[0][0] < back_s:
+                back_s += crossing.popleft()[1]
+            states.append(back_s)
+        self.states_back_s = back_s
+        if here_s > self.h2d_s:
+            self.h2d_s = here_s
+        self.back_s[place] = back_s
+        self.weight_s[place] = back_s if fact.streamed else updated_s
+        computing_s = max(computed_s, updated_s - fact.passing_update_s)
+        self.compute_s = max(self.compute_s, computing_s) + fact.passing_update_s
+        return self.compute_s

@@ -1,0 +1,110 @@
+"""The quick replay gives the numbers of the simulator and the accounting, to the last bit."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, saving_choices
+from lazytrain_plugin.plan.greedy import fits, leanest_plan
+from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.replay import Judge
+from lazytrain_plugin.plan.request import Capabilities, PlanRequest
+from lazytrain_plugin.plan.simulate import simulate
+from lazytrain_plugin.profile.hardware import HardwareProfile
+from lazytrain_plugin.units import GIB, MIB
+from lazytrain_plugin.vocab import Activations, Tier
+from tests.plan import builders
+from tests.plan.shapes import profile
+
+HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
+
+
+def random_plan(problem, draw):
+    """Any home, any way to save, any number of slots."""
+    lean = leanest_plan(problem)
+
+    def unit(cost, unit):
+        homes = [home for home in HOMES if allows_home(problem, cost, home)]
+        activations, saved = draw.choice([(Activations.RECOMPUTE, Tier.GPU), *saving_choices(problem, cost)])
+        boundary = draw.choice((Tier.GPU, Tier.GPU, Tier.CPU))
+        bits = draw.choice((16, cost.planned_bits(activations)))
+        return replace(
+            unit,
+            **HOMES[draw.choice(homes)],
+            activations=activations,
+            saved=saved,
+            saved_bits=bits,
+            boundary=boundary,
+            boundary_bits=bits if activations in (Activations.MATMULS, Activations.KEEP) else 16,
+        )
+
+    stem_homes = STEM_HOMES if problem.capabilities.streamed_states else {"cpu": STEM_HOMES["cpu"]}
+    return replace(
+        lean,
+        units=tuple(map(unit, problem.units, lean.units)),
+        stem=tuple(
+            replace(part, **STEM_HOMES[draw.choice(list(stem_homes))]) if cost.num_trainable else part
+            for cost, part in zip(problem.stem, lean.stem)
+        ),
+        weight_slots=draw.choice((2, 3, 6)),
+        gradient_slots=draw.choice((1, 2, 4)),
+        state_slots=draw.choice((1, 2, 3)),
+        activation_slots=draw.choice((1, 2)),
+    )
+
+
+def shaped_problem(file, fidelity, accumulation):
+    model = profile("7b")
+    request = PlanRequest(max_tokens=4096, fidelity=fidelity, accumulation_steps=accumulation, evaluation_tokens=50_000)
+    machine = HardwareProfile.load(HARDWARE / f"{file}.json")
+    return build_problem(replace(model, units=model.units[::3]), machine, request)
+
+
+def small_problem(accumulation, *, tied=False, frozen=(), capabilities=None, local_ranks=1, **hardware):
+    model = builders.model(6, tied=tied)
+    units = tuple(builders.layer(i, trainable=i not in frozen) for i in range(6))
+    request = PlanRequest(max_tokens=2048, accumulation_steps=accumulation, local_ranks=local_ranks)
+    request = request if capabilities is None else replace(request, capabilities=capabilities)
+    return build_problem(replace(model, units=units), builders.hardware(**hardware), request)
+
+
+PROBLEMS = {
+    "states in chunks": lambda: shaped_problem("h200_1x", "balanced", 1),
+    "codes": lambda: shaped_problem("rtx4090_128gb", "compact", 1),
+    "codes accumulated": lambda: shaped_problem("rtx4090_128gb", "compact", 3),
+    "small": lambda: small_problem(1),
+    "tied, accumulated": lambda: small_problem(3, tied=True),
+    "two ranks": lambda: small_problem(1, local_ranks=2),
+    "frozen units": lambda: small_problem(1, frozen=(0, 3)),
+    "a disk": lambda: small_problem(
+        1,
+        capabilities=Capabilities.everything(),
+        nvme_bytes=GIB,
+        nvme_read_bytes_per_s=2e8,
+        nvme_write_bytes_per_s=2e8,
+    ),
+    "no GPU": lambda: small_problem(1, gpu_gib=0, capabilities=Capabilities(strategies=frozenset(Activations))),
+}
+
+
+@pytest.mark.parametrize("which", PROBLEMS)
+def test_bit_for_bit(which):
+    problem, draw = PROBLEMS[which](), random.Random(which)
+    judge = Judge(problem)
+    for _ in range(25):
+        plan = random_plan(problem, draw)
+        assert judge.need_bytes(plan) == account(problem, plan).need_bytes()
+        for steps in (1, 2, 3):
+            assert judge.step_s(plan, steps=steps) == simulate(problem, plan, steps=steps).step_s
+
+
+def test_what_fits_is_what_the_accounting_says():
+    problem, draw = PROBLEMS["a disk"](), random.Random(1)
+    plans = [random_plan(problem, draw) for _ in range(30)]
+    for extra in range(0, 900, 90):
+        tight = replace(problem, gpu_budget_bytes=GIB + extra * MIB, nvme_write_bytes_per_day=extra * 1e9)
+        judge = Judge(tight)
+        assert [judge.fits(plan) for plan in plans] == [fits(tight, plan) for plan in plans]
