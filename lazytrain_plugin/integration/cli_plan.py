@@ -222,9 +222,11 @@ def load_hardware(name: str) -> HardwareProfile:
         return HardwareProfile.load(name)
     import torch
 
+    from lazytrain_plugin.integration.training_request import measure_update_rate
     from lazytrain_plugin.profile.measure import measure_hardware
 
-    return measure_hardware("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return measure_hardware(device, update_parameters_per_s=measure_update_rate)
 
 
 def load_model(model: str, dtype: str, *, sequence_length: int, fused_kernels: bool) -> ModelProfile:

@@ -38,7 +38,9 @@ def hardware_table(machine: HardwareProfile) -> Table:
         name = f"CPU update, {bits}-bit states ({machine.cpu_threads} threads)"
         table.add_row(name, rate(alone, "G parameters/s", 1e9), rate(shared, "G parameters/s", 1e9))
     if machine.has_gpu:
-        table.add_row("GPU update", rate(machine.gpu_update_parameters_per_s, "G parameters/s", 1e9), "")
+        for bits in (32, 8):
+            per_s = machine.gpu_update_parameters_per_s(bits)
+            table.add_row(f"GPU update, {bits}-bit states", rate(per_s, "G parameters/s", 1e9), "")
     if machine.nvme_read_bytes_per_s or machine.nvme_write_bytes_per_s:
         table.add_row("NVMe read", rate(machine.nvme_read_bytes_per_s, "GB/s", 1e9), "")
         table.add_row("NVMe write", rate(machine.nvme_write_bytes_per_s, "GB/s", 1e9), "")

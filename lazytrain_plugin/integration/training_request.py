@@ -37,9 +37,7 @@ def training_machine(
 
     Errors: as `nvme_fields`, and ConfigError for a budget larger than the machine.
     """
-    machine = measure_hardware(
-        device, cpu_update_parameters_per_s=measure_update_rate, local_world_size=local_world_size
-    )
+    machine = measure_hardware(device, update_parameters_per_s=measure_update_rate, local_world_size=local_world_size)
     _check_budgets(config, machine)
     if not _uses_nvme(config, native):
         return machine
@@ -100,10 +98,10 @@ def _uses_nvme(config: LazyTrainConfig, native: bool) -> bool:
     return native and bool(config.nvme_paths)
 
 
-def measure_update_rate(state_bits: int) -> float:
-    """Parameters per second of the CPU update kernel on this machine, with bf16 weights."""
-    numel = 1 << 24
-    zeros = lambda dtype, count=numel: torch.zeros(count, dtype=dtype)  # noqa: E731
+def measure_update_rate(state_bits: int, device: torch.device) -> float:
+    """Parameters per second of the update kernel on the CPU or a GPU, with bf16 weights."""
+    numel = 1 << (24 if device.type == "cpu" else 26)  # on a GPU long beside a launch
+    zeros = lambda dtype, count=numel: torch.zeros(count, dtype=dtype, device=device)  # noqa: E731
     weight, remainder, gradient = zeros(torch.bfloat16), zeros(torch.int16), zeros(torch.bfloat16)
     scalars = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
     if state_bits == 8:
@@ -112,7 +110,13 @@ def measure_update_rate(state_bits: int) -> float:
     else:
         moments = [zeros(torch.float32) for _ in range(2)]
         update = lambda: adamw_fp32(weight, remainder, gradient, *moments, scalars)  # noqa: E731
-    return numel / best_wall_s(update, repeats=UPDATE_SAMPLES)
+
+    def run() -> None:
+        update()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return numel / best_wall_s(run, repeats=UPDATE_SAMPLES)
 
 
 def nvme_tier(config: LazyTrainConfig, *, local_world_size: int = 1) -> NvmeTier | None:

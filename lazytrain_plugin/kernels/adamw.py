@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from lazytrain_plugin.errors import KernelError
+from lazytrain_plugin.kernels.batch import Batch
 from lazytrain_plugin.kernels.coded_gradient import CodedGradient
-from lazytrain_plugin.kernels.native import Batch
 from lazytrain_plugin.kernels.scalars import AdamWStep, scalars_of
 from lazytrain_plugin.kernels.state8 import BLOCK, Moment8, check_flat, noise_seeds, num_blocks
 
@@ -33,15 +33,14 @@ def adamw_fp32(
 
     All [n], flat and contiguous on one device: `weight` bf16 with `remainder` int16 (split.py), or fp32 with None;
     `gradient` bf16, fp32 or in codes; moments fp32. Raises KernelError otherwise, or where the device has no kernel.
-    With a `batch`, CPU tensors are updated when that is run (CUDA tensors at once, in stream order).
+    With a `batch`, the tensors are updated when that is run.
     """
     numel, device = weight.numel(), weight.device
     _check_weight(weight, remainder, gradient)
     check_flat("exp_avg", exp_avg, torch.float32, numel, device)
     check_flat("exp_avg_sq", exp_avg_sq, torch.float32, numel, device)
     scalars = scalars_of(step)
-    queue = {"batch": batch} if device.type == "cpu" else {}
-    _implementation(device).adamw_fp32(weight, remainder, gradient, exp_avg, exp_avg_sq, scalars, **queue)
+    _implementation(device).adamw_fp32(weight, remainder, gradient, exp_avg, exp_avg_sq, scalars, batch)
 
 
 def adamw_8bit(
@@ -71,9 +70,8 @@ def adamw_8bit(
         )
     seeds = noise_seeds(noise_key, step.step)
     scalars = scalars_of(step)
-    queue = {"batch": batch} if weight.device.type == "cpu" else {}
     _implementation(weight.device).adamw_8bit(
-        weight, remainder, gradient, exp_avg, exp_avg_sq, scalars, seeds, first_index, **queue
+        weight, remainder, gradient, exp_avg, exp_avg_sq, scalars, seeds, first_index, batch
     )
 
 

@@ -109,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     add_product(weight_sum, gradient.t(), hidden_chunk)
                 if needs_bias:
                     bias_sum += gradient.sum(0, dtype=torch.float32)
-            del logits_buffer
+            logits = gradient = logits_buffer = None  # all three hold the buffer, which the rounded sum may take
             if ctx is not None:
                 ctx.save_for_backward(
                     hidden_grad,

@@ -18,6 +18,7 @@ import torch
 
 from lazytrain_plugin.errors import KernelError
 from lazytrain_plugin.kernels import reference, state8
+from lazytrain_plugin.kernels.batch import Batch, run_or_add
 from lazytrain_plugin.kernels.coded_gradient import CodedGradient
 from lazytrain_plugin.kernels.scalars import AdamWScalars
 from lazytrain_plugin.kernels.state8 import Moment8
@@ -245,22 +246,6 @@ def _quota_v1(folder: Path) -> float | None:
     return None if quota <= 0 else quota / period
 
 
-class Batch:
-    """Updates that run as one job: the interpreter's lock is given up once, and the threads meet once, at its end."""
-
-    def __init__(self) -> None:
-        self._items: list[_AdamW] = []
-
-    def run(self) -> None:
-        """Carries out what was added; the tensors must have stayed alive."""
-        if self._items:
-            _library().lazytrain_adamw_many((_AdamW * len(self._items))(*self._items), len(self._items))
-            self._items = []
-
-    def add(self, item: _AdamW) -> None:
-        self._items.append(item)
-
-
 def _gradient(gradient: torch.Tensor | CodedGradient) -> _Gradient:
     if isinstance(gradient, CodedGradient):
         return _Gradient(gradient.codes.data_ptr(), gradient.steps.data_ptr(), 2 if gradient.bits == 8 else 3)
@@ -292,7 +277,7 @@ def adamw_fp32(
         return reference.adamw_fp32(weight, remainder, gradient, exp_avg, exp_avg_sq, scalars)
     item = _structure(weight, remainder, gradient, scalars)
     item.exp_avg, item.exp_avg_sq = exp_avg.data_ptr(), exp_avg_sq.data_ptr()
-    _run_or_add(item, batch)
+    run_or_add(_update_together, item, batch)
 
 
 def adamw_8bit(
@@ -314,14 +299,11 @@ def adamw_8bit(
     item.signed_book, item.unsigned_book = ctypes.pointer(_code_book(True)), ctypes.pointer(_code_book(False))
     item.seed0, item.seed1 = seeds
     item.first_index = first_index
-    _run_or_add(item, batch)
+    run_or_add(_update_together, item, batch)
 
 
-def _run_or_add(item: _AdamW, batch: Batch | None) -> None:
-    own = Batch() if batch is None else batch
-    own.add(item)
-    if batch is None:
-        own.run()
+def _update_together(items: list[_AdamW]) -> None:
+    _library().lazytrain_adamw_many((_AdamW * len(items))(*items), len(items))
 
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lazytrain_plugin.plan.edges import edges
-from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, PlacementProblem, UnitCost
+from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, SAVED_FRAGMENTATION_FRAC, PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Tier, Updater
@@ -60,6 +60,16 @@ class Window:
     @property
     def total(self) -> int:
         return self.inputs + self.saved + self.gradients + self.other
+
+    @property
+    def head_room(self) -> int:
+        """What the allocator reserves beyond that."""
+        return head_room_bytes(lasting=self.inputs + self.saved, passing=self.gradients + self.other)
+
+
+def head_room_bytes(*, lasting: int, passing: int) -> int:
+    """What the allocator reserves beyond `lasting` (from forward to backward) and `passing` bytes."""
+    return int(SAVED_FRAGMENTATION_FRAC * lasting + FRAGMENTATION_FRAC * passing)
 
 
 def unit_bytes(cost: UnitCost, unit: UnitPlan) -> dict[str, int]:
@@ -148,13 +158,14 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     gpu["gradient exchange"] = problem.exchange_bytes
 
     ring = plan.activation_slots * max((offloaded_bytes(cost, unit) for cost, unit in pairs), default=0)
-    window = max(windows(problem, plan), key=lambda window: window.total, default=Window(0, 0, 0, 0, "logits and loss"))
+    fullest = lambda window: window.total + window.head_room  # noqa: E731
+    window = max(windows(problem, plan), key=fullest, default=Window(0, 0, 0, 0, "logits and loss"))
     gpu["activation slots"] = ring
     gpu["unit inputs"] = window.inputs
     gpu["saved activations"] = window.saved
     gpu["gradients"] = window.gradients
     gpu[window.other_name] = window.other
-    gpu["head-room"] = int((window.total + ring) * FRAGMENTATION_FRAC)
+    gpu["head-room"] = window.head_room + head_room_bytes(lasting=ring, passing=0)
     gpu["reserve"] = problem.gpu_reserve_bytes
 
     # Homes are there once for all ranks of the machine; each has its own activations, buffers and process.
@@ -169,7 +180,7 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     cpu["reserve"] = problem.cpu_reserve_bytes
     saving = sum(cpu.values()) + problem.save_bytes - cpu["offloaded activations"]
     outside = {"checkpoint": {"cpu": saving}}
-    evaluating = at_rest + int((1 + FRAGMENTATION_FRAC) * problem.evaluation_bytes)
+    evaluating = at_rest + problem.evaluation_bytes + head_room_bytes(lasting=0, passing=problem.evaluation_bytes)
     if not problem.has_gpu:
         outside["checkpoint"]["cpu"] += ranks * at_rest
         evaluating = ranks * evaluating + sum(cpu.values())

@@ -10,6 +10,7 @@ from lazytrain_plugin.plan.accounting import nvme_bytes_allowed_per_step
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import (
     FRAGMENTATION_FRAC,
+    SAVED_FRAGMENTATION_FRAC,
     PlacementProblem,
     UnitCost,
     mib,
@@ -140,21 +141,22 @@ def add_nvme_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variab
 def add_loss_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """The device's memory during the loss (Eq. 7). Row: `capacity(GPU,loss)`. In MiB.
 
-    rest + (1 + fragmentation) (inputs and saved activations on the GPU + activation slots + logits) <= budget.
+    rest + (1 + saved fragmentation) (inputs and saved activations on the GPU + activation slots)
+    + (1 + fragmentation) logits <= budget.
     """
-    window: Expression = mib(problem.loss_bytes)
+    lasting: Expression = 0.0
     for u, cost in enumerate(problem.units):
-        window = window + _input_mib(cost, v, u) + saved_mib(cost, v, u, Tier.GPU)
-    _add_device_row(model, problem, v, window, name("capacity", "GPU", "loss"))
+        lasting = lasting + _input_mib(cost, v, u) + saved_mib(cost, v, u, Tier.GPU)
+    _add_device_row(model, problem, v, lasting, mib(problem.loss_bytes), name("capacity", "GPU", "loss"))
 
 
 def add_backward_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """The device's memory during the backward of each unit u, and after it (Eq. 8). Rows: `capacity(GPU,u)`. In MiB.
 
-    rest + (1 + fragmentation) (sum over w <= u of input(w) + sum over w < u of saved(w) + workspace(u)
-    + gradients on the GPU + activation slots) <= budget. Later units' activations are freed by then; what u itself
-    saved is a part of its workspace. Gradients: those of the GPU-updated units from u on (u alone with accumulation),
-    min(R, N - u) slots, and the head's. After unit 0: all of them, with the embedding's.
+    rest + (1 + saved fragmentation) (sum over w <= u of input(w) + sum over w < u of saved(w) + activation slots)
+    + (1 + fragmentation) (workspace(u) + gradients on the GPU) <= budget. Later units' activations are freed by then.
+    What u itself saved is a part of its workspace. Gradients: those of the GPU-updated units from u on (u alone with
+    accumulation), min(R, N - u) slots, and the head's. After unit 0: all of them, with the embedding's.
     """
     last = len(problem.units) - 1
     resting: Expression = 0.0
@@ -169,14 +171,14 @@ def add_backward_capacity(model: highspy.Highs, problem: PlacementProblem, v: Va
     activations: Expression = 0.0
     for u, cost in enumerate(problem.units):
         activations = activations + _input_mib(cost, v, u)
-        window = activations + mib(cost.workspace_bytes) + gradients[u]
-        _add_device_row(model, problem, v, window, name("capacity", "GPU", u))
+        passing = mib(cost.workspace_bytes) + gradients[u]
+        _add_device_row(model, problem, v, activations, passing, name("capacity", "GPU", u))
         activations = activations + saved_mib(cost, v, u, Tier.GPU)
     embedding = mib(sum(cost.gradient_bytes for cost in problem.stem if cost.role != UnitRole.HEAD))
     resting = 0.0 if problem.has_accumulation else resting
     end = resting + (problem.gradient_slots - 1) * v.gradient_slot_mib + embedding
     end = end + _head_gradient_mib(problem, v, on_its_way=False)
-    _add_device_row(model, problem, v, end, name("capacity", "GPU", "end"))
+    _add_device_row(model, problem, v, 0.0, end, name("capacity", "GPU", "end"))
 
 
 def add_evaluation_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -187,7 +189,7 @@ def add_evaluation_capacity(model: highspy.Highs, problem: PlacementProblem, v: 
     if problem.evaluation_bytes:
         logits = mib(problem.evaluation_bytes)
         row = name("capacity", "GPU", "evaluation")
-        _add_device_row(model, problem, v, logits, row, trains=False)
+        _add_device_row(model, problem, v, 0.0, logits, row, trains=False)
 
 
 def saved_mib(cost: UnitCost, v: Variables, u: int, tier: Tier) -> Expression:
@@ -231,8 +233,16 @@ def _nvme_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
 
 
 def _add_device_row(
-    model: highspy.Highs, problem: PlacementProblem, v: Variables, window: Expression, row: str, *, trains: bool = True
+    model: highspy.Highs,
+    problem: PlacementProblem,
+    v: Variables,
+    lasting: Expression,
+    passing: Expression,
+    row: str,
+    *,
+    trains: bool = True,
 ) -> None:
+    """`lasting`: there from forward to backward. `passing`: comes and goes within a unit's backward."""
     rest: Expression = problem.weight_slots * v.weight_slot_mib
     for u, cost in enumerate(problem.units):
         weights = mib(cost.weight_bytes)
@@ -241,7 +251,7 @@ def _add_device_row(
         rest = rest + weights * (v.homes["mirror"][u] + v.homes["mirror_update"][u])
     if trains:
         rest = rest + problem.state_slots * v.state_slot_mib + mib(problem.exchange_bytes)
-        window = window + problem.activation_slots * v.activation_slot_mib
+        lasting = lasting + problem.activation_slots * v.activation_slot_mib
     if problem.has_gpu:
         for s, cost in enumerate(problem.stem):
             states = mib(cost.rest_state_bytes + cost.accumulator_bytes)
@@ -249,9 +259,11 @@ def _add_device_row(
         budget = problem.gpu_budget_bytes - problem.gpu_reserve_bytes
     else:
         ranks = problem.local_ranks
-        rest, window = host_rest(problem, v) + ranks * rest, ranks * window
+        rest = host_rest(problem, v) + ranks * rest
+        lasting, passing = ranks * lasting, ranks * passing
         budget = problem.cpu_budget_bytes - problem.cpu_reserve_bytes
-    model.addConstr(rest + (1 + FRAGMENTATION_FRAC) * window <= mib(budget), name=row)
+    held = rest + (1 + SAVED_FRAGMENTATION_FRAC) * lasting + (1 + FRAGMENTATION_FRAC) * passing
+    model.addConstr(held <= mib(budget), name=row)
 
 
 def _head_gradient_mib(problem: PlacementProblem, v: Variables, *, on_its_way: bool) -> Expression:

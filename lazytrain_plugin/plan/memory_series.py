@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lazytrain_plugin.plan.accounting import account, sends_gradients, windows
-from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, PlacementProblem
+from lazytrain_plugin.plan.accounting import account, head_room_bytes, sends_gradients, windows
+from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import Event, Resource
 from lazytrain_plugin.vocab import Tier
@@ -139,7 +139,9 @@ def _forward_bytes(problem: PlacementProblem, plan: PlacementPlan) -> tuple[list
 
 def _with_head_room(levels: _Levels, ring_bytes: int) -> _Levels:
     for level in levels.levels:
-        level["head-room"] = int((sum(level.values()) + ring_bytes) * FRAGMENTATION_FRAC)
+        lasting = level.get("unit inputs", 0) + level.get("saved activations", 0)
+        passing = sum(level.values()) - lasting
+        level["head-room"] = head_room_bytes(lasting=lasting + ring_bytes, passing=passing)
     return levels
 
 

@@ -52,8 +52,9 @@ class HardwareProfile:
     cpu_update_8bit_parameters_per_s: float
     cpu_update_32bit_shared_parameters_per_s: float
     cpu_update_8bit_shared_parameters_per_s: float
-    gpu_update_parameters_per_s: float
+    gpu_update_32bit_parameters_per_s: float
     """AdamW on resident states; 0 without a GPU."""
+    gpu_update_8bit_parameters_per_s: float
     nvme_bytes: int = 0
     """Space that may be used on disk; 0: no NVMe tier."""
     nvme_read_bytes_per_s: float = 0.0
@@ -83,7 +84,8 @@ class HardwareProfile:
                 "h2d_shared_bytes_per_s",
                 "d2h_shared_bytes_per_s",
                 "gpu_memory_bytes_per_s",
-                "gpu_update_parameters_per_s",
+                "gpu_update_32bit_parameters_per_s",
+                "gpu_update_8bit_parameters_per_s",
             ]
         zero = [name for name in required if not getattr(self, name)]
         if zero:
@@ -107,6 +109,10 @@ class HardwareProfile:
         """Parameters that the CPU updates in a second, with 32- or 8-bit moments."""
         suffix = "shared_parameters_per_s" if shared else "parameters_per_s"
         return getattr(self, f"cpu_update_{state_bits}bit_{suffix}")
+
+    def gpu_update_parameters_per_s(self, state_bits: int) -> float:
+        """Parameters that the GPU updates in a second, with 32- or 8-bit moments in its memory."""
+        return getattr(self, f"gpu_update_{state_bits}bit_parameters_per_s")
 
     @property
     def digest(self) -> str:

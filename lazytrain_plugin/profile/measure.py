@@ -21,7 +21,7 @@ from lazytrain_plugin.profile.hardware import HardwareProfile
 
 logger = logging.getLogger(__name__)
 
-MEASURE_VERSION = 2
+MEASURE_VERSION = 3
 """Part of the cache key: raise it when a benchmark changes."""
 COPY_BYTES = 256 * 2**20
 LAYER_FLOP_FRAC = 0.74
@@ -30,6 +30,9 @@ LAYER_FLOP_FRAC = 0.74
 # gradient, two moments), and a core computes this many parameters a second with AVX-512 (both measured).
 UPDATE_BYTES_PER_PARAMETER = {32: 26, 8: 14}
 UPDATE_PARAMETERS_PER_S_PER_THREAD = {32: 0.77e9, 8: 0.57e9}
+HOST_MARGIN_FRAC = 0.04
+"""Of the machine's memory, what is not planned with unless a budget says so: the kernel's own (page tables of pinned
+memory), and what other processes take later. A plan up to the last GiB was killed on a 128 GiB machine."""
 SHARED_UPDATE_FRAC = 0.9
 """What is left of the update rate while both links are busy."""
 
@@ -37,7 +40,7 @@ SHARED_UPDATE_FRAC = 0.9
 def measure_hardware(
     device: torch.device | str,
     *,
-    cpu_update_parameters_per_s: Callable[[int], float] | None = None,
+    update_parameters_per_s: Callable[[int, torch.device], float] | None = None,
     cache_dir: Path | None = None,
     local_world_size: int = 1,
 ) -> HardwareProfile:
@@ -45,21 +48,20 @@ def measure_hardware(
 
     Args:
         device: the device that computes: a CUDA device, or the CPU.
-        cpu_update_parameters_per_s: state bits (32, 8) -> parameters that the kernel in use updates in a second; None:
-            derived from measured memory bandwidth and the number of threads.
+        update_parameters_per_s: state bits (32, 8) and device (the CPU, or `device`) -> parameters that the kernel in
+            use updates there in a second; None: derived from measured memory bandwidth and the number of threads.
         cache_dir: where rates are kept between runs; None: `default_cache_dir()`. Capacities are never cached.
         local_world_size: processes that share this host's memory, cores and links.
     """
     device = torch.device(device)
     sizes = measure_capacities(device, local_world_size=local_world_size)
-    return HardwareProfile(
-        **sizes, **_cached_rates(device, sizes["cpu_threads"], cpu_update_parameters_per_s, cache_dir)
-    )
+    return HardwareProfile(**sizes, **_cached_rates(device, sizes["cpu_threads"], update_parameters_per_s, cache_dir))
 
 
 def measure_capacities(device: torch.device, *, local_world_size: int = 1) -> dict[str, Any]:
     """The fields of a `HardwareProfile` that are no rates: name, bytes and threads. Takes no time."""
     capacity = host_capacity()
+    free_bytes = max(0, capacity.free_bytes - int(HOST_MARGIN_FRAC * capacity.total_bytes))
     gpu_total = gpu_free = 0
     if device.type == "cuda":
         gpu_free, gpu_total = torch.cuda.mem_get_info(device)
@@ -69,7 +71,7 @@ def measure_capacities(device: torch.device, *, local_world_size: int = 1) -> di
         "gpu_bytes": gpu_total,
         "gpu_free_bytes": gpu_free,
         "cpu_bytes": capacity.total_bytes // local_world_size,
-        "cpu_free_bytes": capacity.free_bytes // local_world_size,
+        "cpu_free_bytes": free_bytes // local_world_size,
         "pin_limit_bytes": capacity.pin_limit_bytes,
         "cpu_threads": max(1, usable_threads() // local_world_size),
     }
@@ -111,13 +113,13 @@ def _measure_rates(device: torch.device, threads: int, update_rate) -> dict[str,
     source = "measured"
     for bits in (32, 8):
         if update_rate is not None:
-            rate = update_rate(bits)
+            rate = update_rate(bits, torch.device("cpu"))
         else:
             source = "measured; CPU update rates derived from memory bandwidth"
             rate = min(host_rate / UPDATE_BYTES_PER_PARAMETER[bits], threads * UPDATE_PARAMETERS_PER_S_PER_THREAD[bits])
         rates[f"cpu_update_{bits}bit_parameters_per_s"] = rate
         rates[f"cpu_update_{bits}bit_shared_parameters_per_s"] = rate * SHARED_UPDATE_FRAC
-    rates.update(_gpu_rates(device) if device.type == "cuda" else _cpu_compute_rates())
+    rates.update(_gpu_rates(device, update_rate) if device.type == "cuda" else _cpu_compute_rates())
     return {"source": source, **rates}
 
 
@@ -132,11 +134,12 @@ def _cpu_compute_rates() -> dict[str, float]:
             ("h2d_bytes_per_s", "d2h_bytes_per_s", "h2d_shared_bytes_per_s", "d2h_shared_bytes_per_s"), 0.0
         ),
         "gpu_memory_bytes_per_s": 0.0,
-        "gpu_update_parameters_per_s": 0.0,
+        "gpu_update_32bit_parameters_per_s": 0.0,
+        "gpu_update_8bit_parameters_per_s": 0.0,
     }
 
 
-def _gpu_rates(device: torch.device) -> dict[str, float]:
+def _gpu_rates(device: torch.device, update_rate) -> dict[str, float]:
     with torch.cuda.device(device):
         side = 8192
         left = torch.randn(side, side, device=device, dtype=torch.bfloat16)
@@ -156,6 +159,12 @@ def _gpu_rates(device: torch.device) -> dict[str, float]:
         h2d_shared_s, d2h_shared_s = _both_directions_s(up, down)
         device_copy_s = _median_cuda_s(lambda: on_gpu[0].copy_(on_gpu[1]), repeats=6)
         gpu_memory = 2 * count / device_copy_s
+        updates = {
+            f"gpu_update_{bits}bit_parameters_per_s": (
+                gpu_memory / UPDATE_BYTES_PER_PARAMETER[bits] if update_rate is None else update_rate(bits, device)
+            )
+            for bits in (32, 8)
+        }
     return {
         "matmul_flop_per_s": 2 * side**3 / matmul_s,
         "h2d_bytes_per_s": count / h2d_s,
@@ -163,7 +172,7 @@ def _gpu_rates(device: torch.device) -> dict[str, float]:
         "h2d_shared_bytes_per_s": count / h2d_shared_s,
         "d2h_shared_bytes_per_s": count / d2h_shared_s,
         "gpu_memory_bytes_per_s": gpu_memory,
-        "gpu_update_parameters_per_s": gpu_memory / UPDATE_BYTES_PER_PARAMETER[32],
+        **updates,
     }
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_RUNS = 2
 TIMED_RUNS = 5
 LONG_ENOUGH_S = 2.0
-"""A kind of unit is not run again once its runs took this long (a CPU takes seconds for one)."""
+"""Without a GPU, a kind of unit is not run again once its runs took this long (a CPU takes seconds for one)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,22 +106,31 @@ def time_unit(
         prepare(unit)
     unit.train()
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _random_like(tensor, device, generator), (args, kwargs))
-    forward, backward, begin_s = [], [], time.perf_counter()
+    gradients, marks, begin_s = None, [], time.perf_counter()
     for run in range(WARM_UP_RUNS + TIMED_RUNS):
-        marks = [_mark(device)]
+        if device.type == "cuda" and run <= WARM_UP_RUNS:
+            # The first run compiles kernels, for seconds on a new machine. Nothing waits after that: a GPU that has
+            # to wait for the next launch looks slower than it is.
+            torch.cuda.synchronize(device)
+        run_marks = [_mark(device)]
         output = unit(*args, **kwargs)
-        marks.append(_mark(device))
+        run_marks.append(_mark(device))
         roots = [t for t in _tensors(output) if t.requires_grad]
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        marks.append(_mark(device))
+        if gradients is None:
+            # Noise, as real ones are: equal numbers draw less power, and a GPU multiplies faster with them.
+            gradients = [_random_like(root.detach(), device, generator) for root in roots]
+        torch.autograd.backward(roots, gradients)
+        run_marks.append(_mark(device))
+        marks.append(run_marks)
         for parameter in unit.parameters():
             parameter.grad = None
-        _synchronize(device)
-        if run >= WARM_UP_RUNS or time.perf_counter() - begin_s > LONG_ENOUGH_S:
-            forward.append(_between(marks[0], marks[1]))
-            backward.append(_between(marks[1], marks[2]))
-        if forward and time.perf_counter() - begin_s > LONG_ENOUGH_S:
+        if device.type != "cuda" and time.perf_counter() - begin_s > LONG_ENOUGH_S:
             break
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    timed = marks[WARM_UP_RUNS:] or marks[-1:]
+    forward = [_between(start, middle) for start, middle, _ in timed]
+    backward = [_between(middle, end) for _, middle, end in timed]
     return UnitTimes(forward_s=statistics.median(forward), backward_s=statistics.median(backward))
 
 
@@ -199,8 +208,3 @@ def _mark(device: torch.device) -> object:
 
 def _between(before: object, after: object) -> float:
     return after - before if isinstance(before, float) else before.elapsed_time(after) / 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -143,6 +143,8 @@ def as_values(gradient: Gradient) -> torch.Tensor:
 
 def part_of(gradient: Gradient, span: slice) -> Gradient:
     """Elements of a gradient; `span` begins at a multiple of 256."""
+    if span.stop - span.start == gradient.numel():
+        return gradient  # mostly so, and a slice takes the host as long as a small update
     if isinstance(gradient, CodedGradient):
         return gradient.part(span.start, span.stop - span.start)
     return gradient[span]

@@ -69,10 +69,17 @@ def update_span(
         adamw_fp32(weight, remainder, gradient, *moments, step, batch=batch)
 
 
+def elements(flat: torch.Tensor, span: slice) -> torch.Tensor:
+    """Elements of a flat tensor; no slice of all of them (`part_of` says why)."""
+    return flat if span.stop - span.start == flat.numel() else flat[span]
+
+
 def moment_span(moment: torch.Tensor | Moment8, span: slice) -> torch.Tensor | Moment8:
     """Elements of a moment; `span` begins at a multiple of 256."""
     if not isinstance(moment, Moment8):
-        return moment[span]
+        return elements(moment, span)
+    if span.stop - span.start == moment.codes.numel():
+        return moment
     blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
     return Moment8(codes=moment.codes[span], scales=moment.scales[blocks])
 
@@ -98,8 +105,8 @@ class NativeAdamW:
             remainder = home.remainder_of(tensor)
             update_span(
                 tensor,
-                home.weight(tensor)[span],
-                None if remainder is None else remainder[span],
+                elements(home.weight(tensor), span),
+                None if remainder is None else elements(remainder, span),
                 part_of(gradient_of(unit, tensor, arrival), span),
                 tuple(moment_span(home.moment(tensor, name), span) for name, _ in MOMENTS),
                 step,

@@ -3,6 +3,7 @@
 import re
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -15,13 +16,15 @@ FLOATS = {
 }  # fmt: skip
 
 
-def compile_kernel(kernel, pointers, **constants):
+def compile_kernel(kernel, pointers, num_warps=4, **constants):
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "fp32" if name in FLOATS else "i32")
         for name in kernel.arg_names
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "num_warps": num_warps}
+    )
     ptx = compiled.asm["ptx"]
     for forbidden in (r"fma\.rn\.f32", r"\.ftz", r"div\.full", r"div\.approx", r"sqrt\.approx"):
         assert not re.search(forbidden, ptx), (kernel.__name__, forbidden)
@@ -30,21 +33,17 @@ def compile_kernel(kernel, pointers, **constants):
 
 
 if __name__ == "__main__":
-    for split, gradient in ((True, "*bf16"), (False, "*fp32"), (True, "*i8"), (False, "*i16")):
-        weight = "*i16" if split else "*fp32"
-        coded = gradient.startswith("*i")
-        gradient_parts = {"gradient_ptr": gradient, "steps_ptr": "*i16" if coded else gradient}
-        pointers = {"weight_ptr": weight, "remainder_ptr": weight, **gradient_parts}
-        switches = {"USE_L2": not split, "LERP_FROM_GRADIENT": not split, "SPLIT": split, "CODED": coded}
-        states = {"exp_avg_ptr": "*fp32", "exp_avg_sq_ptr": "*fp32"}
-        ptx = compile_kernel(adamw.adamw_fp32_kernel, pointers | states, **switches, BLOCK=adamw.FP32_BLOCK)
-        assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx
-        states = {"m_codes_ptr": "*u8", "m_scales_ptr": "*fp32", "v_codes_ptr": "*u8", "v_scales_ptr": "*fp32"}
-        books = dict.fromkeys(
-            ("signed_values_ptr", "signed_lines_ptr", "unsigned_values_ptr", "unsigned_lines_ptr"), "*fp32"
-        )
-        pointers |= states | books
-        compile_kernel(adamw.adamw_8bit_kernel, pointers, **switches, BLOCKS=adamw.BLOCKS_PER_PROGRAM)
+    for split, gradient in ((True, "bfloat16"), (False, "float32"), (True, "int8"), (False, "int16")):
+        switches = {"WEIGHT": tl.int16 if split else tl.float32, "GRADIENT": getattr(tl, gradient)}
+        switches |= {"USE_L2": not split, "LERP_FROM_GRADIENT": not split, "SPLIT": split}
+        switches |= {"CODED": gradient.startswith("int"), "ALIGNED": True, "MAX_ROWS": adamw.MAX_ROWS}
+        ptx = compile_kernel(adamw.adamw_fp32_kernel, {"table_ptr": "*i64"}, **switches, BLOCK=adamw.FP32_BLOCK)
+        assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and re.search(r"ld\.global\S*\.v4", ptx)
+        books = ("signed_values_ptr", "signed_lines_ptr", "unsigned_values_ptr", "unsigned_lines_ptr")
+        pointers = {"table_ptr": "*i64"} | dict.fromkeys(books, "*fp32")
+        blocks = {"BLOCKS": adamw.BLOCKS_PER_PROGRAM, "num_warps": adamw.WARPS}
+        ptx = compile_kernel(adamw.adamw_8bit_kernel, pointers, **switches, **blocks)
+        assert re.search(r"ld\.global\S*\.v", ptx), "neighbours are read together"
     for kind, coded in (("*bf16", False), ("*fp32", False), ("*i8", True), ("*i16", True)):
         compile_kernel(
             norm.sum_squares_parts_kernel,

@@ -1,5 +1,6 @@
 """Small profiles with round figures, for problems that can be solved by hand."""
 
+from lazytrain_plugin.plan.problem import GPU_RESERVE_BYTES
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile, TensorProfile, UnitProfile, UnitRole
 from lazytrain_plugin.units import GIB, MIB
@@ -67,12 +68,13 @@ def hardware(*, gpu_gib: float = 8, cpu_gib: float = 16, **changes) -> HardwareP
         "cpu_update_8bit_parameters_per_s": 4e8,
         "cpu_update_32bit_shared_parameters_per_s": 1e8,
         "cpu_update_8bit_shared_parameters_per_s": 2e8,
-        "gpu_update_parameters_per_s": 2e10 * gpu,
+        "gpu_update_32bit_parameters_per_s": 2e10 * gpu,
+        "gpu_update_8bit_parameters_per_s": 2e10 * gpu,
     }
     return HardwareProfile(**{**values, **changes})
 
 
-GPU_RESERVE_GIB = 1
+GPU_RESERVE_GIB = GPU_RESERVE_BYTES / GIB
 """What every plan on a GPU starts from."""
 
-__all__ = ["GIB", "GPU_RESERVE_GIB", "MATRIX", "MIB", "hardware", "layer", "model", "tensor"]
+__all__ = ["GIB", "GPU_RESERVE_BYTES", "GPU_RESERVE_GIB", "MATRIX", "MIB", "hardware", "layer", "model", "tensor"]

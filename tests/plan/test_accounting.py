@@ -6,7 +6,7 @@ import pytest
 
 from lazytrain_plugin.plan.accounting import account, nvme_written_bytes, windows
 from lazytrain_plugin.plan.greedy import leanest_plan
-from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, build_problem
+from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, SAVED_FRAGMENTATION_FRAC, build_problem
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.units import GIB, MIB
 from lazytrain_plugin.vocab import Activations, Tier, Updater
@@ -109,7 +109,8 @@ def test_windows_of_a_step_by_hand():
     ledger = account(problem, plan)
     fullest = max(map(sum, found))
     assert sum(ledger.gpu.get(k, 0) for k in LINES) == fullest
-    assert ledger.gpu["head-room"] == int(fullest * FRAGMENTATION_FRAC)
+    head_room = [int((i + s) * SAVED_FRAGMENTATION_FRAC + (g + o) * FRAGMENTATION_FRAC) for i, s, g, o in found]
+    assert ledger.gpu["head-room"] == head_room[[sum(window) for window in found].index(fullest)]
 
 
 def test_gradients_of_gpu_updated_units_rest_there_until_the_step():

@@ -21,7 +21,7 @@ from tests.plan.shapes import profile
 HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
 
 
-@pytest.mark.parametrize(("gpu_gib", "cpu_gib"), [(64, 2.9), (1.2, 16), (1.2, 3.1)])
+@pytest.mark.parametrize(("gpu_gib", "cpu_gib"), [(64, 2.9), (1.7, 16), (1.7, 3.1)])
 def test_s06_too_little_memory_is_refused_with_what_is_short_and_that_much_more_does_fit(gpu_gib, cpu_gib):
     model, machine = builders.model(12, matrices=8), builders.hardware(gpu_gib=gpu_gib, cpu_gib=cpu_gib)
     request = PlanRequest(max_tokens=1 << 16)
@@ -52,7 +52,7 @@ def test_s08_host_memory_is_planned_to_the_byte_that_is_pinned(state_bits, bytes
     assert planned == pytest.approx(bytes_per_parameter * parameters, rel=1e-3)
 
 
-@pytest.mark.parametrize("budget_mib", [1300, 1600, 4000])
+@pytest.mark.parametrize("budget_mib", [1812, 2112, 4512])
 def test_s11_a_plan_for_the_longest_batch_holds_every_shorter_one(budget_mib):
     model, machine = builders.model(12), builders.hardware()
     request = PlanRequest(max_tokens=8192, gpu_budget_bytes=budget_mib * MIB)
@@ -70,7 +70,7 @@ def test_s11_a_plan_for_the_longest_batch_holds_every_shorter_one(budget_mib):
 def test_s17_what_rests_on_nvme_takes_host_memory_for_its_slots_alone():
     """States of 20 units, 2.5 times the host budget: on disk, with three staging buffers in memory."""
     model = builders.model(40, matrices=24)
-    machine = builders.hardware(gpu_gib=2, nvme_bytes=64 * GIB, nvme_read_bytes_per_s=3e9, nvme_write_bytes_per_s=2e9)
+    machine = builders.hardware(gpu_gib=2.5, nvme_bytes=64 * GIB, nvme_read_bytes_per_s=3e9, nvme_write_bytes_per_s=2e9)
     request = PlanRequest(max_tokens=512, capabilities=Capabilities.everything())
     states = sum(cost.rest_state_bytes for cost in build_problem(model, machine, request).units)
     request = replace(request, cpu_budget_bytes=states // 2 + 4 * GIB)

@@ -71,7 +71,7 @@ def test_what_keeps_a_plan_within_its_budget_is_called_needed():
 
 
 def test_a_lower_fidelity_is_named_where_it_wins_more_than_5_percent():
-    plan, model, machine, request = planned("exact", layers=10, gpu_gib=1.06, **SLOW_LINK)
+    plan, model, machine, request = planned("exact", layers=10, gpu_gib=1.56, **SLOW_LINK)
     advice = advise(plan, model, machine, request)
     assert advice is not None and advice.fidelity in (Fidelity.BALANCED, Fidelity.COMPACT)
     lower = greedy_plan(
@@ -83,7 +83,7 @@ def test_a_lower_fidelity_is_named_where_it_wins_more_than_5_percent():
     assert advice.speedup > 1.05
     assert f"{advice.speedup:.2f}x" in str(advice)
     # Nothing is lower than compact.
-    assert advise(*planned("compact", layers=10, gpu_gib=1.06, **SLOW_LINK)) is None
+    assert advise(*planned("compact", layers=10, gpu_gib=1.56, **SLOW_LINK)) is None
 
 
 def test_nothing_is_advised_where_compute_alone_decides():

@@ -29,7 +29,7 @@ def keeping(plan):
 @pytest.mark.parametrize("extra_mib", [160, 200, 300, 500, 900])
 def test_budget_is_kept_and_more_memory_is_never_slower(extra_mib):
     model, machine = builders.model(6), builders.hardware()
-    budget = GIB + extra_mib * MIB
+    budget = builders.GPU_RESERVE_BYTES + extra_mib * MIB
     plan = greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=budget))
     ledger = check_plan(plan, model, machine, PlanRequest(gpu_budget_bytes=budget))
     assert ledger.total_bytes() == plan.predicted_bytes
@@ -45,7 +45,7 @@ def test_memory_follows_the_budget_in_small_steps():
     stem_bytes = 14 * 4096 * builders.MATRIX
     used = []
     for extra_mib in range(200, 600, 10):
-        budget = GIB + extra_mib * MIB
+        budget = builders.GPU_RESERVE_BYTES + extra_mib * MIB
         plan = greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=budget, capabilities=FEWER))
         used.append(plan.predicted_bytes["gpu"])
         if len(resident(plan)) < 12 and len(keeping(plan)) < 12:
@@ -55,7 +55,11 @@ def test_memory_follows_the_budget_in_small_steps():
 
 def test_slow_updates_buy_residency_at_the_start_of_forward():
     slow_worker = builders.hardware(cpu_update_32bit_shared_parameters_per_s=5e7)
-    plan = greedy_plan(builders.model(8), slow_worker, PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=GIB + 260 * MIB))
+    plan = greedy_plan(
+        builders.model(8),
+        slow_worker,
+        PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=builders.GPU_RESERVE_BYTES + 260 * MIB),
+    )
     assert resident(plan) and resident(plan) == list(range(len(resident(plan))))
     assert all(plan.units[index].updater == Updater.GPU for index in resident(plan))
 
@@ -64,7 +68,11 @@ def test_fast_updates_buy_kept_activations_at_the_end():
     fast_worker = builders.hardware(
         cpu_update_32bit_shared_parameters_per_s=1e12, h2d_shared_bytes_per_s=1e12, d2h_shared_bytes_per_s=1e12
     )
-    plan = greedy_plan(builders.model(8), fast_worker, PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=GIB + 260 * MIB))
+    plan = greedy_plan(
+        builders.model(8),
+        fast_worker,
+        PlanRequest(max_tokens=TOKENS, gpu_budget_bytes=builders.GPU_RESERVE_BYTES + 260 * MIB),
+    )
     assert keeping(plan) and keeping(plan) == list(range(8 - len(keeping(plan)), 8))
     assert not resident(plan)
 
@@ -111,15 +119,15 @@ def test_fidelity_decides_the_state_bits():
 
 def test_refusal_names_need_have_and_a_remedy_that_works():
     model = builders.model(40)
-    machine = builders.hardware(gpu_gib=1.2, cpu_gib=3.4)
+    machine = builders.hardware(gpu_gib=1.64, cpu_gib=3.4)
     with pytest.raises(InfeasiblePlanError, match=r"host memory: need .* have 3\.4 GiB .*8-bit optimizer states"):
         greedy_plan(model, machine, PlanRequest(max_tokens=64))
     greedy_plan(model, machine, PlanRequest(max_tokens=64, fidelity="balanced", capabilities=FEWER))
 
-    with pytest.raises(InfeasiblePlanError, match=r"GPU memory: need .* have 1\.3 GiB") as caught:
-        greedy_plan(model, builders.hardware(gpu_gib=1.3), PlanRequest(max_tokens=32768))
+    with pytest.raises(InfeasiblePlanError, match=r"GPU memory: need .* have 1\.6 GiB") as caught:
+        greedy_plan(model, builders.hardware(gpu_gib=1.6), PlanRequest(max_tokens=32768))
     tokens = int(str(caught.value).split("micro-batch of ")[1].split()[0])
-    greedy_plan(model, builders.hardware(gpu_gib=1.3), PlanRequest(max_tokens=tokens))
+    greedy_plan(model, builders.hardware(gpu_gib=1.6), PlanRequest(max_tokens=tokens))
 
 
 def test_negative_budget_is_refused():
@@ -135,7 +143,9 @@ class TestCheck:
 
     def test_over_budget(self):
         with pytest.raises(InfeasiblePlanError, match="gpu memory"):
-            check_plan(self.plan(), self.model, self.machine, PlanRequest(gpu_budget_bytes=GIB + MIB))
+            check_plan(
+                self.plan(), self.model, self.machine, PlanRequest(gpu_budget_bytes=builders.GPU_RESERVE_BYTES + MIB)
+            )
 
     def test_larger_batch_needs_more(self):
         plan = self.plan()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lazytrain_plugin.errors import ConfigError, InfeasiblePlanError
+from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.choices import HOMES
@@ -84,8 +84,8 @@ def test_plans_leave_room_for_every_rank(planner, gpu_gib, room):
     tight = replace(request, cpu_budget_bytes=need + room * MIB)
     plan = planner(model, machine, tight)
     check_plan(plan, model, machine, tight)
-    with pytest.raises(InfeasiblePlanError, match="cpu memory"):  # one rank may take more
-        check_plan(planner(model, machine, replace(tight, local_ranks=1)), model, machine, tight)
+    alone = planner(model, machine, replace(tight, local_ranks=1))  # one rank may take more
+    assert account(problem, alone).need_bytes()["cpu"] > tight.cpu_budget_bytes
 
 
 def test_links_share_host_memory_and_gradients_are_divided():

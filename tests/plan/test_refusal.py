@@ -35,7 +35,7 @@ def test_a_large_model_on_a_small_card_is_refused_in_three_seconds():
 
 
 def test_the_micro_batch_of_the_remedy_is_the_largest_half_that_fits():
-    model, machine = builders.model(4), builders.hardware(gpu_gib=1.3)
+    model, machine = builders.model(4), builders.hardware(gpu_gib=1.8)
     text = refusal(model, machine, PlanRequest(max_tokens=1 << 16))
     tokens = int(re.search(r"micro-batch of (\d+) tokens", text)[1])
     assert feasible(build_problem(model, machine, PlanRequest(max_tokens=tokens)))

@@ -113,7 +113,9 @@ def test_the_program_and_the_simulator_tell_the_same_time(seed, accumulation):
         builders.model(10),
         machine,
         PlanRequest(
-            max_tokens=2048, gpu_budget_bytes=GIB + draw.randrange(200, 500) * MIB, accumulation_steps=accumulation
+            max_tokens=2048,
+            gpu_budget_bytes=builders.GPU_RESERVE_BYTES + draw.randrange(200, 500) * MIB,
+            accumulation_steps=accumulation,
         ),
     )
     outcome = run_highs(problem, start=None, time_limit_s=10, gap_frac=0.01)
@@ -127,7 +129,7 @@ def test_never_slower_than_greedy_and_within_budget(extra_mib, accumulation):
     model, machine = builders.model(8), builders.hardware()
     request = PlanRequest(
         max_tokens=2048,
-        gpu_budget_bytes=GIB + extra_mib * MIB,
+        gpu_budget_bytes=builders.GPU_RESERVE_BYTES + extra_mib * MIB,
         accumulation_steps=accumulation,
         capabilities=Capabilities(offloaded_boundaries=True),
     )
@@ -149,7 +151,7 @@ def test_never_slower_than_greedy_and_within_budget(extra_mib, accumulation):
 def test_the_same_inputs_give_the_same_plan():
     # A search that ends before its time does.
     fewer = Capabilities(offloaded_boundaries=True)
-    request = PlanRequest(max_tokens=2048, gpu_budget_bytes=GIB + 300 * MIB, capabilities=fewer)
+    request = PlanRequest(max_tokens=2048, gpu_budget_bytes=builders.GPU_RESERVE_BYTES + 300 * MIB, capabilities=fewer)
     first, second = (solve_plan(builders.model(8), builders.hardware(), request).to_json() for _ in range(2))
     assert first == second
 
@@ -159,14 +161,18 @@ def test_fewer_slots_are_the_last_memory_to_be_had():
     problem = build_problem(model, builders.hardware(), PlanRequest(max_tokens=64))
     lean = leanest_plan(problem)
     fewest = replace(lean, weight_slots=2, gradient_slots=2)
-    need_bytes = next(b for b in range(GIB, 2 * GIB, MIB) if fits(replace(problem, gpu_budget_bytes=b), fewest))
+    need_bytes = next(
+        b
+        for b in range(builders.GPU_RESERVE_BYTES, builders.GPU_RESERVE_BYTES + GIB, MIB)
+        if fits(replace(problem, gpu_budget_bytes=b), fewest)
+    )
     plan = solve_plan(model, builders.hardware(), PlanRequest(max_tokens=64, gpu_budget_bytes=need_bytes))
     assert (plan.weight_slots, plan.gradient_slots) == (2, 2)
 
 
 def test_what_does_not_fit_is_refused_with_remedies():
     with pytest.raises(InfeasiblePlanError, match=r"need .* have .*remedies: .*micro-batch of"):
-        solve_plan(builders.model(4), builders.hardware(gpu_gib=1.3), PlanRequest(max_tokens=32768))
+        solve_plan(builders.model(4), builders.hardware(gpu_gib=1.8), PlanRequest(max_tokens=32768))
 
 
 def test_without_a_gpu_only_activations_are_decided():

@@ -25,7 +25,7 @@ def summary(gpu_gib: float, cpu_gib: float, **changes):
     return problem, plan, times, summarize_plan(problem, plan, times)
 
 
-@pytest.mark.parametrize("gpu_gib", [1.1, 8, 0])
+@pytest.mark.parametrize("gpu_gib", [1.6, 8, 0])
 def test_every_unit_and_every_tier_is_told(gpu_gib):
     problem, plan, times, text = summary(gpu_gib, 16)
     counts = [int(found) for found in re.findall(r"^  (\d+) x ", text, re.MULTILINE)]
@@ -43,7 +43,7 @@ def test_every_unit_and_every_tier_is_told(gpu_gib):
 
 def test_what_rests_on_a_disk_is_told():
     disk = {"nvme_bytes": 50 * GIB, "nvme_read_bytes_per_s": 2e9, "nvme_write_bytes_per_s": 1e9}
-    problem, plan, _, text = summary(1.2, 16, **disk)
+    problem, plan, _, text = summary(1.7, 16, **disk)
     assert "NVMe" not in text
     plan = leanest_plan(problem)
     plan = replace(plan, units=(*plan.units[:5], *(replace(unit, states=Tier.NVME) for unit in plan.units[5:])))

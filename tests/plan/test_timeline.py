@@ -16,7 +16,7 @@ from lazytrain_plugin.units import GIB, MIB
 from tests.plan import builders
 
 
-def problem_and_plan(*, accumulation_steps=1, gpu_gib=8.0, budget=GIB + 300 * MIB, **changes):
+def problem_and_plan(*, accumulation_steps=1, gpu_gib=8.0, budget=builders.GPU_RESERVE_BYTES + 300 * MIB, **changes):
     request = PlanRequest(
         max_tokens=2048,
         gpu_budget_bytes=budget if gpu_gib else None,

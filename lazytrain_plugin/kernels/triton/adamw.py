@@ -1,18 +1,23 @@
 """AdamW on CUDA, with fp32 or 8-bit states: the C++ kernels' operations in the same order, so the same bits.
 
-Launched with `enable_fp_fusion=False` (a fused multiply-add rounds once where the CPU rounds twice); division and
-square root are the IEEE ones. state8.py and split.py describe the formats, scalars.py the update.
+One launch updates many tensors, as a launch takes the host longer than the GPU needs for a norm's weights. Launched
+with `enable_fp_fusion=False` (a fused multiply-add rounds once where the CPU rounds twice); division and square root
+are the IEEE ones. state8.py and split.py describe the formats, scalars.py the update.
 """
 
 from __future__ import annotations
 
 import functools
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from lazytrain_plugin.kernels import state8
+from lazytrain_plugin.kernels.batch import Batch, run_or_add
 from lazytrain_plugin.kernels.coded_gradient import CodedGradient
 from lazytrain_plugin.kernels.scalars import AdamWScalars
 from lazytrain_plugin.kernels.state8 import Moment8
@@ -20,7 +25,23 @@ from lazytrain_plugin.kernels.triton import on_device
 from lazytrain_plugin.kernels.triton.coded_gradient import load_gradient, pointers
 
 FP32_BLOCK = 1024
-BLOCKS_PER_PROGRAM = 4  # quantization blocks: 8 elements a thread, 156 registers on sm_90
+# One quantization block in one warp: its scale is found without a barrier. On an H200 141 G parameters/s; 4 blocks in 4
+# warps do 112.
+BLOCKS_PER_PROGRAM = 1
+WARPS = 1
+
+MAX_ROWS = 64
+"""Tensors of a launch. What differs between them comes in a table of int64, a row for each."""
+SCALAR_NAMES = (
+    "gradient_scale", "l2", "decay", "lerp_weight", "beta2", "one_minus_beta2", "inv_sqrt_bias2", "eps",
+    "minus_step_size",
+)  # fmt: skip
+
+# Columns. The first is the tensor's first program; scalars are the bits of fp32.
+WEIGHTS, REMAINDERS, GRADIENTS, GRADIENT_STEPS = (tl.constexpr(column) for column in range(1, 5))
+FIRST_MOMENTS, SECOND_MOMENTS, FIRST_SCALES, SECOND_SCALES = (tl.constexpr(column) for column in range(5, 9))
+NUMEL, SEED0, SEED1, FIRST_INDEX, SCALARS = (tl.constexpr(column) for column in range(9, 14))
+COLUMNS = tl.constexpr(13 + len(SCALAR_NAMES))
 
 QUANTIZATION_BLOCK = tl.constexpr(state8.BLOCK)
 DECADE_SCALE = tl.constexpr(state8.DECADE_SCALE)
@@ -75,22 +96,62 @@ def update(
 
 
 @triton.jit
+def row_of(table_ptr, num_rows, MAX_ROWS: tl.constexpr):
+    """The row of the tensor that this program works on: the last one that begins here or before."""
+    rows = tl.arange(0, MAX_ROWS)
+    begins = tl.load(table_ptr + rows * COLUMNS, mask=rows < num_rows, other=0x7FFFFFFF)
+    return table_ptr + (tl.sum((begins <= tl.program_id(0)).to(tl.int32)) - 1) * COLUMNS
+
+
+@triton.jit
+def pointer(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    found = tl.load(row + COLUMN).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
+def length(row, ALIGNED: tl.constexpr):
+    numel = tl.load(row + NUMEL)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    return numel
+
+
+@triton.jit
+def scalar(row, INDEX: tl.constexpr):
+    return tl.load(row + SCALARS + INDEX).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def updated(row, p, g, m, v, USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr):
+    return update(
+        p, g, m, v, scalar(row, 0), scalar(row, 1), scalar(row, 2), scalar(row, 3), scalar(row, 4), scalar(row, 5),
+        scalar(row, 6), scalar(row, 7), scalar(row, 8), USE_L2, LERP_FROM_GRADIENT,
+    )  # fmt: skip
+
+
+@triton.jit
 def adamw_fp32_kernel(
-    weight_ptr, remainder_ptr, gradient_ptr, steps_ptr, exp_avg_ptr, exp_avg_sq_ptr, numel,
-    gradient_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, inv_sqrt_bias2, eps, minus_step_size,
-    USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr, SPLIT: tl.constexpr, CODED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table_ptr, num_rows,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr,
+    SPLIT: tl.constexpr, CODED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr,
 ):  # fmt: skip
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < numel
+    row = row_of(table_ptr, num_rows, MAX_ROWS)
+    weight_ptr = pointer(row, WEIGHTS, WEIGHT, ALIGNED)
+    remainder_ptr = pointer(row, REMAINDERS, tl.int16, ALIGNED)
+    gradient_ptr = pointer(row, GRADIENTS, GRADIENT, ALIGNED)
+    steps_ptr = pointer(row, GRADIENT_STEPS, tl.int16, ALIGNED)
+    exp_avg_ptr = pointer(row, FIRST_MOMENTS, tl.float32, ALIGNED)
+    exp_avg_sq_ptr = pointer(row, SECOND_MOMENTS, tl.float32, ALIGNED)
+    offsets = (tl.program_id(0) - tl.load(row)) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < length(row, ALIGNED)
     p = load_weight(weight_ptr, remainder_ptr, offsets, inside, SPLIT)
     g = load_gradient(gradient_ptr, steps_ptr, offsets, inside, CODED)
     m = tl.load(exp_avg_ptr + offsets, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq_ptr + offsets, mask=inside, other=0.0)
-    p, m, v = update(
-        p, g, m, v, gradient_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, inv_sqrt_bias2, eps,
-        minus_step_size, USE_L2, LERP_FROM_GRADIENT,
-    )  # fmt: skip
+    p, m, v = updated(row, p, g, m, v, USE_L2, LERP_FROM_GRADIENT)
     tl.store(exp_avg_ptr + offsets, m, mask=inside)
     tl.store(exp_avg_sq_ptr + offsets, v, mask=inside)
     store_weight(weight_ptr, remainder_ptr, offsets, inside, p, SPLIT)
@@ -128,16 +189,24 @@ def noise_bits(index, seed0, seed1):
     return h ^ (h >> 16)
 
 
-@triton.jit(do_not_specialize=["first_index", "seed0", "seed1"])
+@triton.jit
 def adamw_8bit_kernel(
-    weight_ptr, remainder_ptr, gradient_ptr, steps_ptr, m_codes_ptr, m_scales_ptr, v_codes_ptr, v_scales_ptr,
-    signed_values_ptr, signed_lines_ptr, unsigned_values_ptr, unsigned_lines_ptr,
-    signed_top, signed_extreme, unsigned_top, unsigned_extreme, numel, first_index, seed0, seed1,
-    gradient_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, inv_sqrt_bias2, eps, minus_step_size,
-    USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr, SPLIT: tl.constexpr, CODED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    table_ptr, num_rows, signed_values_ptr, signed_lines_ptr, unsigned_values_ptr, unsigned_lines_ptr,
+    signed_top, signed_extreme, unsigned_top, unsigned_extreme,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr,
+    SPLIT: tl.constexpr, CODED: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr, MAX_ROWS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    row = row_of(table_ptr, num_rows, MAX_ROWS)
+    weight_ptr = pointer(row, WEIGHTS, WEIGHT, ALIGNED)
+    remainder_ptr = pointer(row, REMAINDERS, tl.int16, ALIGNED)
+    gradient_ptr = pointer(row, GRADIENTS, GRADIENT, ALIGNED)
+    steps_ptr = pointer(row, GRADIENT_STEPS, tl.int16, ALIGNED)
+    m_codes_ptr = pointer(row, FIRST_MOMENTS, tl.uint8, ALIGNED)
+    m_scales_ptr = pointer(row, FIRST_SCALES, tl.float32, False)
+    v_codes_ptr = pointer(row, SECOND_MOMENTS, tl.uint8, ALIGNED)
+    v_scales_ptr = pointer(row, SECOND_SCALES, tl.float32, False)
+    numel = length(row, ALIGNED)
+    block = (tl.program_id(0) - tl.load(row)) * BLOCKS + tl.arange(0, BLOCKS)
     start = block * QUANTIZATION_BLOCK
     block_inside = start < numel
     offsets = start[:, None] + tl.arange(0, QUANTIZATION_BLOCK)[None, :]
@@ -149,16 +218,13 @@ def adamw_8bit_kernel(
     v = tl.load(unsigned_values_ptr + tl.load(v_codes_ptr + offsets, mask=inside, other=0).to(tl.int32))
     m = m * tl.load(m_scales_ptr + block, mask=block_inside, other=0.0)[:, None]
     v = v * tl.load(v_scales_ptr + block, mask=block_inside, other=0.0)[:, None]
-    p, m, v = update(
-        p, g, m, v, gradient_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, inv_sqrt_bias2, eps,
-        minus_step_size, USE_L2, LERP_FROM_GRADIENT,
-    )  # fmt: skip
+    p, m, v = updated(row, p, g, m, v, USE_L2, LERP_FROM_GRADIENT)
     store_weight(weight_ptr, remainder_ptr, offsets, inside, p, SPLIT)
 
-    index = start + first_index
-    seed1 = seed1.to(tl.uint32, bitcast=True) ^ ((index >> 32).to(tl.uint32) * 0x9E3779B9)
+    index = start + tl.load(row + FIRST_INDEX)
+    seed1 = tl.load(row + SEED1).to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * 0x9E3779B9)
     low_index = index.to(tl.uint32)[:, None] + tl.arange(0, QUANTIZATION_BLOCK).to(tl.uint32)[None, :]
-    h = noise_bits(low_index, seed0.to(tl.uint32, bitcast=True), seed1[:, None])
+    h = noise_bits(low_index, tl.load(row + SEED0).to(tl.uint32), seed1[:, None])
 
     scale, inverse, finite = block_scale(m, inside, signed_extreme)
     tl.store(m_scales_ptr + block, scale, mask=block_inside)
@@ -182,28 +248,75 @@ def _book_tensors(signed: bool, device: torch.device) -> tuple[torch.Tensor, tor
     return values, torch.tensor(book.decade_tables(), dtype=torch.float32, device=device)
 
 
-def _common(
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One tensor's update: a row of the table, and what must be alike in one launch."""
+
+    kind: tuple[str, ...]
+    num_programs: int
+    device: torch.device
+    row: list[int]
+    """Without the first column."""
+    switches: dict[str, object]
+
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+}
+
+
+def _item(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
     gradient: torch.Tensor | CodedGradient,
+    moments: tuple[torch.Tensor | None, ...],
     scalars: AdamWScalars,
-) -> tuple[tuple, tuple, dict]:
-    """Pointers of weight and gradient, floats and switches of one launch."""
-    split = remainder is not None
+    elements_per_program: int,
+    *noise: int,
+) -> _Item:
+    """`moments`: first, second, and the scales of both; `noise`: two seeds and the index of the first element."""
     values, steps, coded = pointers(gradient)
-    weights = (weight.view(torch.int16), remainder) if split else (weight, weight)
-    floats = (
-        scalars.gradient_scale, scalars.l2, scalars.decay, scalars.lerp_weight, scalars.beta2, scalars.one_minus_beta2,
-        scalars.inv_sqrt_bias2, scalars.eps, scalars.minus_step_size,
-    )  # fmt: skip
+    tensors = (weight, remainder, values, steps if coded else None, *moments)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    numel = weight.numel()
+    floats = struct.unpack("9i", struct.pack("9f", *(getattr(scalars, name) for name in SCALAR_NAMES)))
     switches = {
+        "WEIGHT": tl.int16 if remainder is not None else tl.float32,
+        "GRADIENT": _TYPES[values.dtype],
         "USE_L2": scalars.use_l2,
         "LERP_FROM_GRADIENT": scalars.lerp_from_gradient,
-        "SPLIT": split,
+        "SPLIT": remainder is not None,
         "CODED": coded,
-        "enable_fp_fusion": False,
+        # Scales are read one by one.
+        "ALIGNED": numel % 16 == 0 and all(address % 16 == 0 for address in addresses[:6]),
     }
-    return (*weights, values, steps), floats, switches
+    return _Item(
+        kind=tuple(map(str, switches.values())),
+        num_programs=triton.cdiv(numel, elements_per_program),
+        device=weight.device,
+        row=[*addresses, numel, *(noise or (0, 0, 0)), *floats],
+        switches=switches,
+    )
+
+
+def _launches(items: list[_Item]) -> Iterator[tuple[torch.Tensor, int, tuple[int], dict[str, object]]]:
+    """Table, rows, grid and switches of each launch."""
+    kinds: dict[tuple[str, ...], list[_Item]] = {}
+    for item in items:
+        kinds.setdefault((*item.kind, str(item.device)), []).append(item)
+    for alike in kinds.values():
+        for first in range(0, len(alike), MAX_ROWS):
+            rows, begin = [], 0
+            for item in alike[first : first + MAX_ROWS]:
+                rows.append([begin, *item.row])
+                begin += item.num_programs
+            table = torch.tensor(rows, dtype=torch.int64)
+            if alike[0].device.type == "cuda":
+                table = table.pin_memory().to(alike[0].device, non_blocking=True)
+            yield table, len(rows), (begin,), {**alike[0].switches, "MAX_ROWS": MAX_ROWS, "enable_fp_fusion": False}
 
 
 def adamw_fp32(
@@ -213,15 +326,17 @@ def adamw_fp32(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     scalars: AdamWScalars,
+    batch: Batch | None = None,
 ) -> None:
-    numel = weight.numel()
-    if numel == 0:
-        return
-    tensors, floats, switches = _common(weight, remainder, gradient, scalars)
-    with on_device(weight.device):
-        adamw_fp32_kernel[(triton.cdiv(numel, FP32_BLOCK),)](
-            *tensors, exp_avg, exp_avg_sq, numel, *floats, **switches, BLOCK=FP32_BLOCK
-        )
+    if weight.numel():
+        moments = (exp_avg, exp_avg_sq, None, None)
+        run_or_add(_update_fp32, _item(weight, remainder, gradient, moments, scalars, FP32_BLOCK), batch)
+
+
+def _update_fp32(items: list[_Item]) -> None:
+    for table, num_rows, grid, switches in _launches(items):
+        with on_device(table.device):
+            adamw_fp32_kernel[grid](table, num_rows, **switches, BLOCK=FP32_BLOCK)
 
 
 def adamw_8bit(
@@ -233,19 +348,21 @@ def adamw_8bit(
     scalars: AdamWScalars,
     seeds: tuple[int, int],
     first_index: int,
+    batch: Batch | None = None,
 ) -> None:
-    numel = weight.numel()
-    if numel == 0:
-        return
-    tensors, floats, switches = _common(weight, remainder, gradient, scalars)
+    if weight.numel():
+        moments = (exp_avg.codes, exp_avg_sq.codes, exp_avg.scales, exp_avg_sq.scales)
+        elements = BLOCKS_PER_PROGRAM * state8.BLOCK
+        item = _item(weight, remainder, gradient, moments, scalars, elements, *seeds, first_index)
+        run_or_add(_update_8bit, item, batch)
+
+
+def _update_8bit(items: list[_Item]) -> None:
     signed, unsigned = state8.code_book(True), state8.code_book(False)
-    seed0, seed1 = (
-        seed - 2**32 if seed >= 2**31 else seed for seed in seeds
-    )  # int32 for every seed: one compiled kernel
-    with on_device(weight.device):
-        adamw_8bit_kernel[(triton.cdiv(state8.num_blocks(numel), BLOCKS_PER_PROGRAM),)](
-            *tensors, exp_avg.codes, exp_avg.scales, exp_avg_sq.codes, exp_avg_sq.scales,
-            *_book_tensors(True, weight.device), *_book_tensors(False, weight.device),
-            signed.top, signed.extreme, unsigned.top, unsigned.extreme, numel, first_index, seed0, seed1,
-            *floats, **switches, BLOCKS=BLOCKS_PER_PROGRAM,
-        )  # fmt: skip
+    for table, num_rows, grid, switches in _launches(items):
+        with on_device(table.device):
+            adamw_8bit_kernel[grid](
+                table, num_rows, *_book_tensors(True, table.device), *_book_tensors(False, table.device),
+                signed.top, signed.extreme, unsigned.top, unsigned.extreme,
+                **switches, BLOCKS=BLOCKS_PER_PROGRAM, num_warps=WARPS,
+            )  # fmt: skip
