@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from lazytrain_plugin.plan.accounting import (
     account,
+    head_room_bytes,
     is_streamed,
     nvme_bytes_allowed_per_step,
     nvme_written_bytes,
@@ -21,7 +22,7 @@ from lazytrain_plugin.plan.accounting import (
     unit_bytes,
     updates_meet_at_home,
 )
-from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, PlacementProblem, UnitCost
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import NEEDED_FIRST, simulate
 from lazytrain_plugin.profile.model import UnitRole
@@ -69,6 +70,10 @@ class _Facts:
     gradient_bytes: int
     workspace_bytes: int
     state_slot_bytes: int
+
+
+def _with_head_room(lasting: int, passing: int) -> int:
+    return lasting + passing + head_room_bytes(lasting=lasting, passing=passing)
 
 
 def _facts(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> _Facts:
@@ -208,29 +213,29 @@ class Judge:
         # The windows of `accounting.windows`, from the loss backwards.
         head = sum(self._head_bytes(stem, always=True))
         leaving_head = sum(self._head_bytes(stem, always=False))
-        fullest, rings = input_bytes + saved_bytes + problem.loss_bytes, plan.gradient_slots - 1
-        stays, coming = not problem.has_accumulation, input_bytes + saved_bytes + head
+        lasting, passing, rings = input_bytes + saved_bytes, head, plan.gradient_slots - 1
+        fullest, stays = _with_head_room(lasting, problem.loss_bytes), not problem.has_accumulation
         for later, fact in enumerate(reversed(units)):
-            coming -= fact.saved_bytes
-            window = coming + fact.workspace_bytes + (1 + (later if later < rings else rings)) * gradient_slot
+            lasting -= fact.saved_bytes
+            window = passing + fact.workspace_bytes + (1 + (later if later < rings else rings)) * gradient_slot
             if not fact.sends:
                 if stays:
-                    coming += fact.gradient_bytes
+                    passing += fact.gradient_bytes
                 window += fact.gradient_bytes
             if later < rings:
                 window += leaving_head
+            window = _with_head_room(lasting, window)
             if window > fullest:
                 fullest = window
-            coming -= fact.input_bytes
-        resting = coming - head
+            lasting -= fact.input_bytes
         embedding = sum(cost.gradient_bytes for cost in problem.stem if cost.role != UnitRole.HEAD)
-        fullest = max(fullest, head + resting + rings * gradient_slot + embedding)
-        ring *= plan.activation_slots
-        step = rest_gpu + plan.state_slots * state_slot + problem.exchange_bytes + ring + fullest
-        gpu = step + int((fullest + ring) * FRAGMENTATION_FRAC) + problem.gpu_reserve_bytes
+        fullest = max(fullest, _with_head_room(0, passing + rings * gradient_slot + embedding))
+        ring = _with_head_room(ring * plan.activation_slots, 0)
+        gpu = rest_gpu + plan.state_slots * state_slot + problem.exchange_bytes + ring + fullest
+        gpu += problem.gpu_reserve_bytes
         cpu = rest_cpu + problem.cpu_reserve_bytes
         if problem.evaluation_bytes:
-            evaluation = int((1 + FRAGMENTATION_FRAC) * problem.evaluation_bytes)
+            evaluation = _with_head_room(0, problem.evaluation_bytes)
             gpu = max(gpu, rest_gpu + problem.gpu_reserve_bytes + evaluation)
         return {"gpu": gpu, "cpu": cpu + max(problem.local_ranks * offloaded, problem.save_bytes)}
 
