@@ -71,7 +71,8 @@ def test_activations_on_nvme_are_each_ranks_own():
 
 
 @pytest.mark.parametrize(
-    ("planner", "gpu_gib", "room"), [(make_plan, 1.8, 90), (make_plan, 0, 900), (greedy_plan, 0, 900)]
+    ("planner", "gpu_gib", "room"),
+    [(make_plan, builders.GPU_RESERVE_GIB + 0.7, 90), (make_plan, 0, 900), (greedy_plan, 0, 900)],
 )
 def test_plans_leave_room_for_every_rank(planner, gpu_gib, room):
     # Links so fast that saving in host memory is worth it.
