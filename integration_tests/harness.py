@@ -194,6 +194,7 @@ def run_lazytrain(
     block: dict[str, Any] | None = None,
     state_bits: int = 32,
     gradient_bits: int = 16,
+    activation_bits: int = 16,
     resume: str | None = None,
     trainer_class: type[transformers.Trainer] = InOrderTrainer,
     **options: Any,
@@ -202,12 +203,13 @@ def run_lazytrain(
     model = build_model(work.model, work.trained)
     folder.mkdir(parents=True, exist_ok=True)
     plan_path = folder / "plan.json"
-    make_plan(model, placement, state_bits, gradient_bits).save(plan_path)
+    make_plan(model, placement, state_bits, gradient_bits, activation_bits).save(plan_path)
     ds_config = deepspeed_config(
         {
             "plan": {"path": str(plan_path)},
             "optimizer": {"implementation": work.implementation, "state_bits": state_bits},
             "gradients": {"bits": gradient_bits},
+            "activations": {"bits": activation_bits},
             **(block or {}),
         }
     )
@@ -238,7 +240,13 @@ def deepspeed_config(block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32, gradient_bits: int = 16) -> PlacementPlan:
+def make_plan(
+    model: nn.Module,
+    placement: Placement,
+    state_bits: int = 32,
+    gradient_bits: int = 16,
+    activation_bits: int = 16,
+) -> PlacementPlan:
     """A plan by hand. Homes: "cpu" streams everything, "gpu" nothing, "mixed" has units of each kind; with "streamed
     states" the GPU updates units whose states rest in host memory, two of three, and the stem."""
     kinds = {
@@ -262,6 +270,8 @@ def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32, grad
             updater=Updater.GPU if kind.startswith("streamed") else Updater(states.value),
             state_bits=state_bits,
             gradient_bits=gradient_bits,
+            saved_bits=activation_bits,
+            boundary_bits=activation_bits,
             activations=Activations(placement.activations),
             boundary=Tier(placement.resting),
             saved=Tier(placement.resting),
@@ -271,7 +281,7 @@ def make_plan(model: nn.Module, placement: Placement, state_bits: int = 32, grad
         units=tuple(unit(part.name, cycle[i % len(cycle)]) for i, part in enumerate(found.units)),
         stem=tuple(unit(part.name, stem) for part in found.stem),
         weight_slots=2,
-        fidelity=Fidelity.EXACT if gradient_bits == 16 else Fidelity.COMPACT,
+        fidelity=Fidelity.EXACT if min(gradient_bits, activation_bits) == 16 else Fidelity.COMPACT,
     )
 
 

@@ -67,6 +67,20 @@ def test_resume_with_8bit_gradients_is_bit_equal(placement, device, tmp_path):
     assert_bit_equal(resumed.weights, straight.weights)
 
 
+@pytest.mark.parametrize("resting", ["gpu", "cpu"])
+def test_resume_with_coded_activations_is_bit_equal(resting, device, tmp_path, caplog):
+    """S-42, with activations in codes beside the rest: nothing of them outlives a step, wherever they rest."""
+    work = Work(model="llama", dtype="bf16", implementation="native", accumulation=2, max_norm=0.05)
+    bits = {"state_bits": 8, "gradient_bits": 8, "activation_bits": 4}
+    before = Placement(homes="cpu", activations="matmuls")
+    with caplog.at_level("INFO", logger="lazytrain_plugin"):
+        straight = _straight(work, tmp_path, device, before, **bits)
+    assert "activations in 4 bits, inputs in 4" in caplog.text
+    resumed = _resumed(work, tmp_path, device, Placement(homes="mixed", activations="matmuls", resting=resting), **bits)
+    assert resumed.losses == straight.losses
+    assert_bit_equal(resumed.weights, straight.weights)
+
+
 @pytest.mark.parametrize(("before", "after"), [(32, 8), (8, 32)])
 def test_resume_with_states_of_another_width_stays_close(before, after, device, tmp_path):
     work = Work(model="llama", implementation="native")
