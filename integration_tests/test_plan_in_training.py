@@ -153,7 +153,7 @@ def made(monkeypatch, *, adapt=True, native=True, profile=None):
         _untimed_profile=builders.model(4), _timed_profile=profile or builders.model(4),
         _measured_hardware=hardware, _state_bits=32, _observed={},
         _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, request=None,
-        _native=native, _ranks=None, _fixed=None, _planned_tokens=None,
+        _native=native, _ranks=None, _fixed=None, _planned_tokens=None, _compiled=False, _errors=None,
         _config=LazyTrainConfig(gpu_memory_gib=1.1),
         _cache=planning.PlanCache(),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
 from lazytrain_plugin.integration.client_optimizer import make_adam, make_updater, optimizer_state_bits
 from lazytrain_plugin.integration.compiled_layers import OTHER_COMPILERS_REFUSAL, modules_around, refuse_compiled
 from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
+from lazytrain_plugin.integration.error_prices import ErrorPrices
 from lazytrain_plugin.integration.fused_modules import unfuse_modules
 from lazytrain_plugin.integration.hf_units import RecordedOutputs, drop_caches
 from lazytrain_plugin.integration.managed_model import manage, release, release_from_other_engines
@@ -146,6 +147,8 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             )
         self._watchdog = Watchdog(config.watchdog_s, self.global_rank)
         self._plan_watch = PlanWatch(executor, self.gradient_accumulation_steps())
+        wants_errors = ranks is None and self._planner.wants_errors
+        self._error_prices = ErrorPrices(executor, self._planner.take_errors) if wants_errors else None
         if ranks is None or ranks.is_first:
             record_steps(config.trace, executor, self._planner)
         self._place(executor, self._planner.first_plan())
@@ -257,6 +260,8 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         measured = self._plan_watch.step_ended()
         if measured is not None:
             self._planner.observe(measured)
+        if self._error_prices is not None:
+            self._error_prices.step_ended()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lazytrain_plugin.errors import LazyTrainError
 from lazytrain_plugin.plan.check import check_plan
+from lazytrain_plugin.plan.formats import GRADIENT_ERROR
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import SCHEMA_VERSION, PlacementPlan
 from lazytrain_plugin.profile._json import digest_of
@@ -84,6 +85,23 @@ class PlanCache:
 
     def store_unit_times(self, model: ModelProfile, conditions: list, times: list[tuple[float, float]]) -> None:
         self._write(self._unit_times_path(model, conditions), json.dumps(times) + "\n")
+
+    def load_errors(self, model: ModelProfile) -> dict[str, dict[int, float]] | None:
+        """Errors of gradients by class of operator and bits, as this model has shown them; None if it hasn't."""
+        text = self._read(self._errors_path(model))
+        try:
+            found = json.loads(text) if text is not None else {}
+            errors = {name: {int(bits): float(e) for bits, e in row.items()} for name, row in found.items()}
+        except (ValueError, TypeError, AttributeError):
+            return None
+        whole = all(row.keys() == wanted.keys() for row in errors.values() for wanted in GRADIENT_ERROR.values())
+        return errors if errors and whole and errors.keys() <= GRADIENT_ERROR.keys() else None
+
+    def store_errors(self, model: ModelProfile, errors: dict[str, dict[int, float]]) -> None:
+        self._write(self._errors_path(model), json.dumps(errors) + "\n")
+
+    def _errors_path(self, model: ModelProfile) -> Path:
+        return self._folder / f"errors-{self._key(model, None, 'errors')}.json"
 
     def _unit_times_path(self, model: ModelProfile, conditions: list) -> Path:
         return self._folder / f"units-{self._key(model, None, conditions)}.json"

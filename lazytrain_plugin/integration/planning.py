@@ -75,6 +75,8 @@ class Planner:
         self._observed: dict[str, float] = {}
         """Rates of the machine that steps of this model have shown."""
         self.request: PlanRequest | None = None
+        self._errors: dict[str, dict[int, float]] | None = None
+        """Error prices as a layer of this model has shown them."""
         self._search: BackgroundSolve | None = None
         self._current: PlacementPlan | None = None
         self._compiled = False
@@ -98,6 +100,7 @@ class Planner:
             if self._measured_hardware.has_gpu:  # a CPU takes seconds for a layer, and decides little
                 self._time_units(model, dtypes)
             self._take_rates({})
+            self._errors = self._cache.load_errors(self._untimed_profile)
 
     def _take_rates(self, rates: dict[str, float]) -> None:
         """Machine and model as measured alone, with `rates` of real steps instead of the machine's own."""
@@ -223,7 +226,17 @@ class Planner:
             strategies = request.capabilities.strategies & WHOLE_STRATEGIES
             capabilities = replace(request.capabilities, strategies=strategies)
             request = replace(request, capabilities=capabilities, activation_bits=16)
-        return request
+        return replace(request, gradient_errors=self._errors)
+
+    @property
+    def wants_errors(self) -> bool:
+        """Whether error prices of this model are still to be measured."""
+        return self._fixed is None and self._errors is None
+
+    def take_errors(self, errors: dict[str, dict[int, float]]) -> None:
+        """Error prices that a layer has shown, for the next plan, in this run or another."""
+        self._errors = errors
+        self._cache.store_errors(self._untimed_profile, errors)
 
     def _announce(self, plan: PlacementPlan, remark: str) -> None:
         problem = self.problem()

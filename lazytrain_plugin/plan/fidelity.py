@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lazytrain_plugin.errors import InfeasiblePlanError
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import problem_of
-from lazytrain_plugin.plan.formats import gradient_error
+from lazytrain_plugin.plan.formats import GradientErrors, describe_errors, gradient_error
 from lazytrain_plugin.plan.greedy import fits, greedy_plan
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.request import PlanRequest
@@ -78,7 +78,7 @@ def lossy_choices(
     problem = problem_of(plan, model, hardware, request)
     with_s, with_bytes = simulate(problem, plan).step_s, account(problem, plan).total_bytes()
     choices = []
-    for what, is_lossy, undo, error in _kinds():
+    for what, is_lossy, undo, error in _kinds(request.gradient_errors):
         lossy = [unit for unit in (*plan.units, *plan.stem) if is_lossy(unit)]
         if not lossy:
             continue
@@ -106,7 +106,7 @@ Kind = tuple[
 ]  # what, whether a unit has it, the unit without it, its error
 
 
-def _kinds() -> Iterator[Kind]:
+def _kinds(measured: GradientErrors | None) -> Iterator[Kind]:
     yield (
         "8-bit optimizer states",
         lambda unit: unit.state_bits == 8,
@@ -123,11 +123,14 @@ def _kinds() -> Iterator[Kind]:
         ACTIVATIONS,
         lambda unit: min(unit.saved_bits, unit.boundary_bits) < 16,
         lambda unit: replace(unit, saved_bits=16, boundary_bits=16),
-        lambda units: (
-            "gradients of single operators off by up to "
-            f"{max(gradient_error(min(unit.saved_bits, unit.boundary_bits)) for unit in units):.1%}"
-        ),
+        lambda units: _activation_error(units, measured),
     )
+
+
+def _activation_error(units: list[UnitPlan], measured: GradientErrors | None) -> str:
+    bits = min(min(unit.saved_bits, unit.boundary_bits) for unit in units)
+    largest = gradient_error(bits, measured)
+    return f"gradients of single operators off by up to {largest:.1%} ({describe_errors(bits, measured)})"
 
 
 def advise(plan: PlacementPlan, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> Advice | None:

@@ -7,7 +7,7 @@ allows, and what GPU memory is left buys bits back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -48,9 +48,25 @@ def coding_flop(num_bytes: int, element_bytes: int, bits: int) -> float:
     return FLOP_PER_CODED_BYTE * 2 * (num_bytes + coded_bytes(num_bytes, element_bytes, bits))
 
 
-def gradient_error(bits: int) -> float:
-    """The largest of the classes' errors: what a unit's gradients may be off by. 0 for 16 bits."""
-    return max((by_bits[bits] for by_bits in GRADIENT_ERROR.values()), default=0.0) if bits < 16 else 0.0
+GradientErrors = Mapping[str, Mapping[int, float]]
+"""Like `GRADIENT_ERROR`."""
+
+
+def gradient_error(bits: int, measured: GradientErrors | None = None) -> float:
+    """The largest of the classes' errors: what a unit's gradients may be off by. 0 for 16 bits.
+
+    Args:
+        measured: on the model itself, in place of the classes that it has.
+    """
+    errors = {**GRADIENT_ERROR, **(measured or {})}
+    return max((by_bits[bits] for by_bits in errors.values()), default=0.0) if bits < 16 else 0.0
+
+
+def describe_errors(bits: int, measured: GradientErrors | None) -> str:
+    """Class by class, and where the figures come from."""
+    errors = {**GRADIENT_ERROR, **(measured or {})}
+    classes = ", ".join(f"{name} {by_bits[bits]:.1%}" for name, by_bits in errors.items())
+    return f"{classes}; {'measured on this model' if measured else 'of a small model, not yet measured on this one'}"
 
 
 def spend_slack(

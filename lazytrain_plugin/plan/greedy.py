@@ -380,10 +380,10 @@ def _with_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> U
         place = f"on the GPU ({gpu_bytes}): spares its copies and {update_ms:.0f} ms of CPU update"
     else:
         place = f"states on the CPU: {states} of GPU memory are worth more elsewhere"
-    return replace(unit, reason=place + _activation_reason(cost, unit))
+    return replace(unit, reason=place + _activation_reason(problem, cost, unit))
 
 
-def _activation_reason(cost: UnitCost, unit: UnitPlan) -> str:
+def _activation_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> str:
     text = ""
     recompute_ms = 1e3 * cost.recompute_s(Activations.RECOMPUTE)
     saved_ms = recompute_ms - 1e3 * cost.recompute_s(unit.activations)
@@ -396,7 +396,7 @@ def _activation_reason(cost: UnitCost, unit: UnitPlan) -> str:
         text = f"; {verb} {saved_bytes}{where} to save {saved_ms:.0f} ms of recompute"
         if unit.saved_bits < 16:
             exact_bytes = format_bytes(cost.saved_bytes(unit.activations, 16))
-            error_percent = 100 * gradient_error(unit.saved_bits)
+            error_percent = 100 * gradient_error(unit.saved_bits, problem.gradient_errors)
             text += f" ({unit.saved_bits} bits instead of {exact_bytes}; gradients off by up to {error_percent:.1f} %)"
         if unit.boundary_bits < 16:
             text += f"; its input in {unit.boundary_bits} bits"

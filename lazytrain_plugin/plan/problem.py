@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.plan.formats import coding_flop
+from lazytrain_plugin.plan.formats import GradientErrors, coding_flop
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.unit_cost import STEM_STAGING_BYTES, StrategyCost, UnitCost
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -101,6 +101,8 @@ class PlacementProblem:
     digests: dict[str, str]
     exchange_bytes: int = 0
     """GPU memory through which ranks exchange gradients."""
+    gradient_errors: GradientErrors | None = None
+    """Measured on the model; None: those of plan/formats.py."""
     local_ranks: int = 1
     """Ranks of the machine. Costs and GPU memory are one rank's, host memory and NVMe all ranks' together."""
 
@@ -176,6 +178,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         state_bits=request.state_bits,
         gradient_bits=request.gradient_bits,
         fidelity=request.fidelity,
+        gradient_errors=request.gradient_errors,
         weight_slots=request.weight_slots,
         gradient_slots=request.gradient_slots,
         state_slots=request.state_slots,

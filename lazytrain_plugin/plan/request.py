@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lazytrain_plugin.errors import ConfigError
@@ -73,6 +74,9 @@ class PlanRequest:
     """Of gradients at rest: 16 (their own precision) or 8; None: what `fidelity` says (8 for compact)."""
     activation_bits: int | None = None
     """The fewest of a saved activation: 16 (as it is), 8, 6, 5 or 4; None: what `fidelity` says."""
+    gradient_errors: Mapping[str, Mapping[int, float]] | None = None
+    """Errors of gradients by class of operator and bits of what it saves, as measured on this model; None: those of
+    plan/formats.py."""
     accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
     local_ranks: int = 1

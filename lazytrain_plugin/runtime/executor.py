@@ -88,6 +88,8 @@ class Executor:
         self.activations = ActivationStore(self.streams, 1)
         self.graph_root = torch.empty(0, device=device, requires_grad=True)
         """Input of every unit node, so that one exists even where no argument requires grad (a frozen prefix)."""
+        self.on_backward: Callable | None = None
+        """Gets a call whose forward ran again, its inputs and its outputs' gradients, while the unit is leased."""
         self.plan: PlacementPlan | None = None
         self._slots: WeightSlots | None = None
         self._idle_since = None

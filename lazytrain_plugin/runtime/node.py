@@ -311,7 +311,9 @@ class UnitCall:
         if self.dropped is not None:
             find_again(self)
         with self.executor.lease(self.unit, backward=True):
-            graph = self.graph if self.keep else self.recompute(self.bring_back_inputs(stayed), retain)
+            graph = self.graph if self.keep else self.recompute(inputs := self.bring_back_inputs(stayed), retain)
+            if self.executor.on_backward is not None and not self.keep:
+                self.executor.on_backward(self, inputs, output_gradients)
             gradients = graph.gradients(output_gradients, retain=retain and self.keep)
             num_leaves = len(graph.differentiable_leaves)
             by_leaf = dict(zip(graph.differentiable_leaves, gradients[:num_leaves], strict=True))

@@ -14,8 +14,8 @@ from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import simulate
-from lazytrain_plugin.profile.model import UnitRole
-from lazytrain_plugin.vocab import Fidelity
+from lazytrain_plugin.profile.model import StrategyProfile, UnitRole
+from lazytrain_plugin.vocab import Activations, Fidelity
 from tests.plan import builders
 
 SLOW_LINK = {"d2h_bytes_per_s": 2e9, "d2h_shared_bytes_per_s": 2e9}
@@ -117,3 +117,18 @@ def test_the_embedding_keeps_32_bit_states_unless_it_is_asked_for(planner):
         assert set(bits.values()) == {8}
         # The checker's problem, made from the plan alone, has the planner's bytes.
         assert check_plan(plan, model, machine).total_bytes() == plan.predicted_bytes
+
+
+def test_measured_error_prices_replace_those_of_a_small_model():
+    saving = StrategyProfile(activations=Activations.MATMULS, saved_bytes_per_token=8192, recompute_frac=0.1)
+    model, machine = builders.model(2, strategies=(saving,)), builders.hardware()
+    measured = {"norm": {4: 0.31, 5: 0.2, 6: 0.1, 8: 0.02}}
+    texts = []
+    for errors in (None, measured):
+        request = PlanRequest(max_tokens=64, fidelity="compact", gradient_errors=errors)
+        plan = leanest_plan(build_problem(model, machine, request))
+        units = tuple(replace(u, activations=Activations.MATMULS, saved_bits=4, boundary_bits=4) for u in plan.units)
+        choices = lossy_choices(replace(plan, units=units), model, machine, request)
+        texts.append(next(choice.error for choice in choices if "activations" in choice.what))
+    assert "up to 11.4%" in texts[0] and "not yet measured on this one" in texts[0]
+    assert "up to 31.0%" in texts[1] and "norm 31.0%, gemm 11.4%" in texts[1] and "measured on this model" in texts[1]

@@ -1,0 +1,104 @@
+"""Error prices of saved activations, measured on the model that trains: one layer, one sequence, one step.
+
+The plan's figures come from a small model (plan/formats.py). When layers save in fewer bits, a layer in the middle
+measures its own in an early step, in its backward, where its weights, its input and the gradient of its output are at
+hand; the next plan has them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazytrain_plugin.runtime.operator_errors import OperatorErrors, watch_operators
+from lazytrain_plugin.runtime.quantized_saves import FORMATS
+from lazytrain_plugin.vocab import Activations
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.runtime.executor import Executor
+    from lazytrain_plugin.runtime.node import UnitCall
+    from lazytrain_plugin.runtime.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+FIRST_STEP = 3
+"""Optimizer steps before the one that measures: gradients of the very first tell little."""
+MOST_TOKENS = 1024
+Errors = dict[str, dict[int, float]]
+
+
+class ErrorPrices:
+    """Measures once per run; hands what it found to `found`."""
+
+    def __init__(self, executor: Executor, found: Callable[[Errors], None]) -> None:
+        self._executor, self._found = executor, found
+        self._steps = 0
+        self._done = False
+
+    def step_ended(self) -> None:
+        self._steps += 1
+        if self._done or self._steps < FIRST_STEP:
+            return
+        coded = [unit for unit in self._executor.units if _saves_codes(unit)]
+        if coded and self._executor.on_backward is None:
+            unit = coded[len(coded) // 2]
+            self._executor.on_backward = lambda call, inputs, gradients: self._look(unit, call, inputs, gradients)
+
+    def _look(self, unit: Unit, call: UnitCall, inputs: list[torch.Tensor], output_gradients) -> None:
+        if call.unit is not unit or call.keep:
+            return
+        self._executor.on_backward, self._done = None, True
+        try:
+            errors = measure(call, inputs, output_gradients)
+        except Exception as error:  # whatever a layer's own code makes of a part of a batch: training goes on
+            logger.info("error prices stay those of the plan: %s", str(error).splitlines()[0][:200])
+            return
+        if errors:
+            logger.info("activations in fewer bits put gradients of %s off by: %s", unit.name, describe(errors))
+            self._found(errors)
+
+
+def _saves_codes(unit: Unit) -> bool:
+    plan = unit.home.plan
+    return plan.activations == Activations.MATMULS and min(plan.saved_bits, plan.boundary_bits) < 16
+
+
+def measure(call: UnitCall, inputs: list[torch.Tensor], output_gradients) -> Errors:
+    """Class of operator -> bits -> error, from the first sequence of a unit's call; the unit must be leased."""
+    hidden = max((t for t in inputs if t.is_floating_point() and t.requires_grad), key=torch.Tensor.numel)
+    gradient = next(g for g in output_gradients if g is not None and g.shape == hidden.shape)
+    batch_size = hidden.shape[0]
+    # A whole sequence where it is short: masks and tables of positions fit it then.
+    part = lambda t: t[:1] if batch_size > 1 and t.ndim > 1 and t.shape[0] == batch_size else t  # noqa: E731
+    sample = [part(t.detach()).requires_grad_(t is hidden) for t in inputs]
+    leaf = sample[next(i for i, t in enumerate(inputs) if t is hidden)]
+    if leaf.shape[:-1].numel() > MOST_TOKENS:
+        raise ValueError(f"a sequence has {leaf.shape[:-1].numel()} tokens, more than the {MOST_TOKENS} of a sample")
+    errors = OperatorErrors(tuple(FORMATS.values()))
+    handles = watch_operators(call.unit.module, errors)
+    try:
+        with torch.enable_grad(), call.before.restored():
+            args, kwargs = call.rebuild_inputs(sample)
+            result = call.unit.original_forward(*args, **kwargs)
+            output = result if isinstance(result, torch.Tensor) else result[0]
+            torch.autograd.grad(output, leaf, part(gradient))
+    finally:
+        for handle in handles:
+            handle.remove()
+    by_format = {form: bits for bits, form in FORMATS.items()}
+    return {
+        name: {by_format[form]: error for form, error in row.items()}
+        for name, row in errors.table().items()
+        if all(0 <= error < float("inf") for error in row.values())
+    }
+
+
+def describe(errors: Errors) -> str:
+    """One line."""
+    return "; ".join(
+        f"{name} " + ", ".join(f"{error:.1%} ({bits} bits)" for bits, error in sorted(row.items()))
+        for name, row in errors.items()
+    )
