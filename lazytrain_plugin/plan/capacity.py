@@ -15,6 +15,7 @@ from lazytrain_plugin.plan.problem import (
     UnitCost,
     mib,
 )
+from lazytrain_plugin.plan.program_inputs import nvme_input_mib, wider_mib
 from lazytrain_plugin.plan.variables import Expression, Variables, kinds_of_use
 from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Activations, Tier
@@ -110,7 +111,7 @@ def add_host_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variab
     if not problem.has_gpu:
         return
     ranks = problem.local_ranks
-    rest = host_rest(problem, v) + ranks * problem.nvme_slots * v.nvme_slot_mib
+    rest = host_rest(problem, v) + ranks * problem.nvme_slots * (v.nvme_slot_mib + v.parked_slot_mib)
     budget = mib(problem.cpu_budget_bytes - problem.cpu_reserve_bytes)
     offloaded = ranks * sum(
         _boundary_mib(cost) * v.boundary_on_cpu[u] + saved_mib(cost, v, u, Tier.CPU)
@@ -130,11 +131,13 @@ def add_nvme_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variab
     """
     if not problem.has_nvme or not problem.has_gpu:
         return
-    held = sum(_nvme_mib(cost, v, u) for u, cost in enumerate(problem.units))
+    parked = problem.local_ranks * sum(nvme_input_mib(problem, v, u) for u in range(len(problem.units)))
+    held = parked + sum(_nvme_mib(cost, v, u) for u, cost in enumerate(problem.units))
     model.addConstr(held <= mib(problem.nvme_budget_bytes), name=name("capacity", "NVME"))
     allowed = nvme_bytes_allowed_per_step(problem)
     if problem.nvme_write_bytes_per_day is not None:
-        written = sum(_nvme_mib(cost, v, u) for u, cost in enumerate(problem.units) if cost.num_trainable)
+        written = problem.accumulation_steps * parked
+        written += sum(_nvme_mib(cost, v, u) for u, cost in enumerate(problem.units) if cost.num_trainable)
         model.addConstr(written <= mib(allowed), name=name("wear", "NVME"))
 
 
@@ -155,8 +158,9 @@ def add_backward_capacity(model: highspy.Highs, problem: PlacementProblem, v: Va
 
     rest + (1 + saved fragmentation) (sum over w <= u of input(w) + sum over w < u of saved(w) + activation slots)
     + (1 + fragmentation) (workspace(u) + gradients on the GPU) <= budget. Later units' activations are freed by then.
-    What u itself saved is a part of its workspace. Gradients: those of the GPU-updated units from u on (u alone with
-    accumulation), min(R, N - u) slots, and the head's. After unit 0: all of them, with the embedding's.
+    What u itself saved is a part of its workspace, and what was dropped is found again (Eq. 24). Gradients: those of
+    the GPU-updated units from u on (u alone with accumulation), min(R, N - u) slots, and the head's. After unit 0: all
+    of them, with the embedding's.
     """
     last = len(problem.units) - 1
     resting: Expression = 0.0
@@ -171,8 +175,9 @@ def add_backward_capacity(model: highspy.Highs, problem: PlacementProblem, v: Va
     activations: Expression = 0.0
     for u, cost in enumerate(problem.units):
         activations = activations + _input_mib(cost, v, u)
-        passing = mib(cost.workspace_bytes) + gradients[u]
-        _add_device_row(model, problem, v, activations, passing, name("capacity", "GPU", u))
+        lasting = activations + v.found_mib[u]
+        passing = mib(cost.workspace_bytes) + wider_mib(problem, v, u) + gradients[u]
+        _add_device_row(model, problem, v, lasting, passing, name("capacity", "GPU", u))
         activations = activations + saved_mib(cost, v, u, Tier.GPU)
     embedding = mib(sum(cost.gradient_bytes for cost in problem.stem if cost.role != UnitRole.HEAD))
     resting = 0.0 if problem.has_accumulation else resting
@@ -203,7 +208,8 @@ def saved_mib(cost: UnitCost, v: Variables, u: int, tier: Tier) -> Expression:
 
 def offloaded_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
     """What leaves the GPU after the forward of unit u."""
-    return _boundary_mib(cost) * v.boundary_on_cpu[u] + saved_mib(cost, v, u, Tier.CPU)
+    off_gpu = v.boundary_on_cpu[u] + v.boundary_on_nvme[u]
+    return _boundary_mib(cost) * off_gpu + saved_mib(cost, v, u, Tier.CPU)
 
 
 def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
@@ -284,7 +290,7 @@ def _boundary_mib(cost: UnitCost) -> float:
 
 
 def _input_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
-    return _boundary_mib(cost) * (1 - v.boundary_on_cpu[u])
+    return _boundary_mib(cost) * (1 - v.boundary_on_cpu[u] - v.boundary_on_nvme[u] - v.dropped[u])
 
 
 def _is_constant(expression: Expression) -> bool:

@@ -68,6 +68,16 @@ def saving_choices(problem: PlacementProblem, cost: UnitCost) -> list[tuple[Acti
     ]
 
 
+def drops_boundaries(problem: PlacementProblem) -> bool:
+    """Whether inputs of units may be computed again instead of kept."""
+    return problem.capabilities.dropped_boundaries
+
+
+def parks_boundaries(problem: PlacementProblem) -> bool:
+    """Whether inputs of units may rest on NVMe."""
+    return problem.has_gpu and problem.has_nvme and problem.capabilities.nvme_boundaries
+
+
 def offloads_boundaries(problem: PlacementProblem) -> bool:
     """Whether inputs of units may leave the GPU."""
     return problem.has_gpu and problem.capabilities.offloaded_boundaries

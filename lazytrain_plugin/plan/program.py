@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import highspy
 
-from lazytrain_plugin.plan import capacity, timing_backward, timing_forward, variables
+from lazytrain_plugin.plan import capacity, program_inputs, timing_backward, timing_forward, variables
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, home_of
 from lazytrain_plugin.plan.greedy import empty_plan
 from lazytrain_plugin.plan.objective import set_objective
@@ -44,6 +44,7 @@ def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.V
     v = variables.Variables()
     variables.define_homes(model, problem, v)
     variables.define_activations(model, problem, v)
+    program_inputs.define_inputs(model, problem, v)
     variables.define_stem_states(model, problem, v)
     variables.define_slot_sizes(model, problem, v)
     variables.define_uses(model, problem, v)
@@ -68,6 +69,11 @@ def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.V
     timing_backward.add_accumulation(model, problem, v)
     timing_backward.add_repeated_forward(model, problem, v)
     timing_backward.add_step_time(model, problem, v)
+    program_inputs.add_one_place(model, problem, v)
+    program_inputs.add_edge_length(model, problem, v)
+    program_inputs.add_found_again(model, problem, v)
+    program_inputs.add_parked(model, problem, v)
+    program_inputs.add_fetched(model, problem, v)
     set_objective(model, problem, v)
     return model, v
 
@@ -134,7 +140,8 @@ def _set_start(model: highspy.Highs, v: variables.Variables, plan: PlacementPlan
         home = home_of(unit)
         chosen += [(columns[u], name == home) for name, columns in v.homes.items()]
         chosen += [(column, key == (unit.activations, unit.saved)) for key, column in v.saved[u].items()]
-        chosen.append((v.boundary_on_cpu[u], unit.boundary == Tier.CPU))
+        inputs = ((v.boundary_on_cpu, Tier.CPU), (v.boundary_on_nvme, Tier.NVME), (v.dropped, None))
+        chosen += [(columns[u], unit.boundary == place) for columns, place in inputs]
     for s, unit in enumerate(plan.stem):
         chosen += [(v.stem_on_gpu[s], unit.states == Tier.GPU), (v.stem_streams[s], unit.streams_states)]
     start = {column.index: float(value) for column, value in chosen if not isinstance(column, int)}
@@ -160,7 +167,7 @@ def _read_plan(problem: PlacementProblem, v: variables.Variables, values: list[f
                 activations=activations,
                 saved=saved,
                 saved_bits=cost.planned_bits(activations),
-                boundary=Tier.CPU if chosen(v.boundary_on_cpu[u]) else Tier.GPU,
+                boundary=program_inputs.place_of_input(v, u, chosen),
             )
         )
     stem = []

@@ -30,6 +30,10 @@ class Capabilities:
     """What `strategies` save may rest in host memory."""
     nvme: bool = False
     """Weights and states may rest on NVMe."""
+    dropped_boundaries: bool = False
+    """A unit's input may be dropped and computed again in backward, where nothing fits otherwise."""
+    nvme_boundaries: bool = False
+    """A unit's input may rest on NVMe between forward and backward, where nothing fits otherwise."""
 
     @classmethod
     def everything(cls) -> Capabilities:
@@ -40,11 +44,18 @@ class Capabilities:
             strategies=frozenset(Activations),
             offloaded_saved=True,
             nvme=True,
+            dropped_boundaries=True,
+            nvme_boundaries=True,
         )
 
 
 RUNTIME_CAPABILITIES = Capabilities(
-    streamed_states=True, offloaded_boundaries=True, strategies=frozenset(Activations), offloaded_saved=True
+    streamed_states=True,
+    offloaded_boundaries=True,
+    strategies=frozenset(Activations),
+    offloaded_saved=True,
+    dropped_boundaries=True,
+    nvme_boundaries=True,
 )
 """What the executor of this version carries out."""
 

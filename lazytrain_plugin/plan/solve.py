@@ -10,6 +10,8 @@ from dataclasses import replace
 from lazytrain_plugin.plan.counting import CountBounds
 from lazytrain_plugin.plan.deadline import Deadline
 from lazytrain_plugin.plan.greedy import explained, leanest_plan, plan_greedily
+from lazytrain_plugin.plan.inputs_only import decide_inputs
+from lazytrain_plugin.plan.last_resort import dropping_plan, without_dropping
 from lazytrain_plugin.plan.policies import POLICIES
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.program import Outcome, build_program, configure, run_program
@@ -20,6 +22,7 @@ from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.search import polished, search_patterns
 from lazytrain_plugin.plan.simplify import simplest
+from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
 from lazytrain_plugin.vocab import Activations, Tier
@@ -33,6 +36,8 @@ DEEP_UNITS = 16
 """With more units the search over single units has never found or proven what counts left."""
 REFUSAL_S = 0.5
 """For the whole program where no pattern was found that fits, but fractions of units do."""
+INPUTS_S = 3.0
+"""For inputs alone, where nothing fits without dropping some."""
 ROUNDS = 6
 """Of searching on from the best placement, and for a better bound, in turn."""
 NODES_A_ROUND = 60
@@ -77,13 +82,17 @@ def solve_problem(
         if greedy is None:
             raise infeasible(problem, rebuild)
         return greedy  # nothing streams
+    resort, problem = problem, without_dropping(problem)
     outcome, found = _search(problem, Deadline(time_limit_s), gap_frac)
     if found.best is None:
         # Fewer slots are the last memory to be had.
         tight = replace(problem, weight_slots=WEIGHT_SLOT_CHOICES[0], gradient_slots=GRADIENT_SLOT_CHOICES[0])
         outcome, found = _search(tight, Deadline(time_limit_s), gap_frac)
     if found.best is None:
-        raise infeasible(problem, rebuild)
+        dropping = _drop_inputs(resort, gap_frac)
+        if dropping is None:
+            raise infeasible(problem, rebuild)
+        return dropping
     plans = [plan for _, plan in found.timed]
     best, step_s = _with_best_rings(problem, *simplest(problem, plans, never_above_s=found.others_s))
     solver = {
@@ -92,6 +101,19 @@ def solve_problem(
         "gap_frac": _gap_frac(outcome, step_s),
         "time_limit_s": time_limit_s,
     }
+    return replace(explained(problem, best, step_s), solver=solver)
+
+
+def _drop_inputs(problem: PlacementProblem, gap_frac: float) -> PlacementPlan | None:
+    """The last resort; None: that does not fit either."""
+    start = dropping_plan(problem)
+    if start is None:
+        return None
+    outcome, decided = decide_inputs(problem, start, time_limit_s=INPUTS_S, gap_frac=gap_frac)
+    plans = [plan for plan in (start, decided) if plan is not None]
+    step_s, best = min(((simulate(problem, plan).step_s, plan) for plan in plans), key=lambda item: item[0])
+    # A bound for these homes alone is none for the plan.
+    solver = {"name": "highs", "status": f"inputs: {outcome.status}", "gap_frac": None, "time_limit_s": INPUTS_S}
     return replace(explained(problem, best, step_s), solver=solver)
 
 

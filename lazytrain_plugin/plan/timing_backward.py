@@ -10,6 +10,7 @@ import highspy
 from lazytrain_plugin.plan.capacity import offloaded_mib
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
+from lazytrain_plugin.plan.program_inputs import again_ms, nvme_input_mib
 from lazytrain_plugin.plan.timing_forward import (
     has_streams,
     last_sent_ms,
@@ -81,13 +82,13 @@ def add_backward(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
     backward(u) >= backward(u+1)       + backward time + recompute(u)
     backward(u) >= backward_weights(u) + backward time + recompute(u), `returned(u)` where activations may leave
     backward(u) >= sent(u+R-1): gradients of R units at most are on the GPU. Rows: `backward_order(u)`, ...
-    recompute(u) = forward time - sum over a of what strategy a saves of it.
+    recompute(u) = forward time - sum over a of what strategy a saves of it, + forward time(u-1) drop(u).
     """
     last = len(problem.units) - 1
     arrived = v.returned_ms or v.backward_weights_ms
     for u in reversed(range(last + 1)):
         cost = problem.units[u]
-        duration = ms(cost.backward_s) + recompute_ms(cost, v, u)
+        duration = ms(cost.backward_s) + recompute_ms(cost, v, u) + again_ms(problem, v, u)
         after = v.backward_ms[u + 1] if u < last else 0
         model.addConstr(v.backward_ms[u] >= after + duration, name=name("backward_order", u))
         model.addConstr(v.backward_ms[u] >= arrived[u] + duration, name=name("backward_weights", u))
@@ -234,6 +235,9 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         read = (
             read + ms(problem.nvme_read_s(cost.rest_state_bytes)) * nvme_states + ms(problem.nvme_read_s(both)) * nvme
         )
+        parked = micro_batches * nvme_input_mib(problem, v, u)
+        read = read + ms(problem.nvme_read_s(MIB)) * parked
+        write = write + ms(problem.nvme_write_s(MIB)) * parked
         if cost.num_trainable:
             write = write + ms(problem.nvme_write_s(cost.rest_state_bytes)) * nvme_states
             write = write + ms(problem.nvme_write_s(both)) * nvme

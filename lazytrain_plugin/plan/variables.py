@@ -7,7 +7,7 @@ from typing import Any
 
 import highspy
 
-from lazytrain_plugin.plan.choices import HOMES, allows_home, offloads_boundaries, saving_choices
+from lazytrain_plugin.plan.choices import HOMES, allows_home, offloads_boundaries, parks_boundaries, saving_choices
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.vocab import Activations, Tier
@@ -24,6 +24,10 @@ class Variables:
     homes: dict[str, list[Column]] = field(default_factory=dict)
     saved: list[dict[tuple[Activations, Tier], Column]] = field(default_factory=list)
     boundary_on_cpu: list[Column] = field(default_factory=list)
+    boundary_on_nvme: list[Column] = field(default_factory=list)
+    dropped: list[Column] = field(default_factory=list)
+    found_mib: list[Column] = field(default_factory=list)
+    """Inputs found again for a unit's backward."""
     stem_on_gpu: list[Column] = field(default_factory=list)
     stem_streams: list[Column] = field(default_factory=list)
     weight_slot_mib: Column = None
@@ -31,6 +35,7 @@ class Variables:
     state_slot_mib: Column = 0
     activation_slot_mib: Column = 0
     nvme_slot_mib: Column = 0
+    parked_slot_mib: Column = 0
     used: dict[str, Column] = field(default_factory=dict)
     """Whether any unit is streamed, sends gradients, ...: 1 as soon as one is."""
 
@@ -58,6 +63,9 @@ class Variables:
     disk_written_ms: list[Column] = field(default_factory=list)
     disk_backward_ms: list[Column] = field(default_factory=list)
     disk_repeat_ms: list[Column] = field(default_factory=list)
+    parked_ms: list[Column] = field(default_factory=list)
+    """Inputs that rest on NVMe have been written."""
+    fetched_ms: list[Column] = field(default_factory=list)
     step_ms: Column = None
 
     # Sums of choices that the equations use.
@@ -170,7 +178,8 @@ def kinds_of_use(problem: PlacementProblem, v: Variables) -> dict[str, list[Colu
 
 def offloads_anything(problem: PlacementProblem) -> bool:
     """Whether activations of any kind may leave the GPU."""
-    return problem.has_gpu and (problem.capabilities.offloaded_boundaries or problem.capabilities.offloaded_saved)
+    able = problem.capabilities
+    return parks_boundaries(problem) or problem.has_gpu and (able.offloaded_boundaries or able.offloaded_saved)
 
 
 def define_times(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
