@@ -15,11 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the shapes are the tests'
 
-from lazytrain_plugin.plan.greedy import plan_greedily  # noqa: E402
+from lazytrain_plugin.plan.greedy import closest_plans, fits  # noqa: E402
 from lazytrain_plugin.plan.last_resort import dropping_plan, without_dropping  # noqa: E402
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem  # noqa: E402
 from lazytrain_plugin.plan.refusal import feasible  # noqa: E402
 from lazytrain_plugin.plan.request import PlanRequest  # noqa: E402
+from lazytrain_plugin.plan.result import PlacementPlan  # noqa: E402
 from lazytrain_plugin.plan.simulate import simulate  # noqa: E402
 from lazytrain_plugin.profile.hardware import HardwareProfile  # noqa: E402
 from lazytrain_plugin.units import GIB  # noqa: E402
@@ -64,13 +65,17 @@ def print_row(model: str, machine: str, host_gib: int, fidelity: Fidelity) -> No
 
     plain = largest(lambda batch: feasible(without_dropping(problem(batch))))
     more = largest(lambda batch: batch <= plain or dropping_plan(problem(batch)) is not None)
-    plan = plan_greedily(problem(plain)) if plain else None
+    fitting = [plan for plan in closest_plans(problem(plain)) if fits(problem(plain), plan)] if plain else []
     dropping = dropping_plan(problem(more)) if more > plain else None
-    before = f"{plain * SEQUENCE / plan.predicted_step_s:.0f}" if plan else "-"
-    after = f"{more * SEQUENCE / simulate(problem(more), dropping).step_s:.0f}" if dropping else before
+    before = max((tokens_per_s(problem(plain), plan) for plan in fitting), default=0)
+    after = tokens_per_s(problem(more), dropping) if dropping else before
     dropped = sum(unit.boundary is None for unit in dropping.units) if dropping else 0
     case = f"{model}, {machine}, {host_gib}, {request.state_bits}-bit"
-    print("| " + " | ".join(map(str, (case, plain, before, more, after, dropped))) + " |", flush=True)
+    print(f"| {case} | {plain} | {before:.0f} | {more} | {after:.0f} | {dropped} |", flush=True)
+
+
+def tokens_per_s(problem: PlacementProblem, plan: PlacementPlan) -> float:
+    return problem.max_tokens / simulate(problem, plan).step_s
 
 
 if __name__ == "__main__":

@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(4, 5, 6, 8, 16),
         help="bits of the inputs of units that save matmuls or keep; default: --saved-bits",
     )
-    group.add_argument("--boundary", choices=("gpu", "cpu", "nvme"), default="gpu", help="where inputs rest")
+    group.add_argument(
+        "--boundary",
+        choices=("gpu", "cpu", "nvme", "dropped"),
+        default="gpu",
+        help="where inputs rest; dropped: two of three units that save nothing keep none, the others on the GPU",
+    )
     group.add_argument("--weight-slots", type=int, default=3, help="staging buffers for weights")
     group.add_argument("--gradient-slots", type=int, default=2, help="staging buffers for gradients")
     group.add_argument("--state-slots", type=int, default=2, help="staging buffers for states")
@@ -72,7 +77,11 @@ def make(arguments: argparse.Namespace, model) -> PlacementPlan:
         "nvme": (Tier.NVME, Updater.CPU),
     }
 
-    def unit(name, weights: Tier, kind: str, activations=Activations.RECOMPUTE, saved=Tier.GPU) -> UnitPlan:
+    rests = Tier.GPU if arguments.boundary == "dropped" else Tier(arguments.boundary)
+
+    def unit(
+        name, weights: Tier, kind: str, activations=Activations.RECOMPUTE, saved=Tier.GPU, drops=False
+    ) -> UnitPlan:
         states, updater = kinds[kind]
         saves = activations != Activations.RECOMPUTE
         boundary_bits = arguments.saved_bits if arguments.boundary_bits is None else arguments.boundary_bits
@@ -85,7 +94,7 @@ def make(arguments: argparse.Namespace, model) -> PlacementPlan:
             state_bits=arguments.state_bits,
             gradient_bits=arguments.gradient_bits,
             activations=activations,
-            boundary=Tier(arguments.boundary),
+            boundary=None if drops else rests,
             saved=saved,
             saved_bits=arguments.saved_bits if saves else 16,
             boundary_bits=boundary_bits if activations in (Activations.MATMULS, Activations.KEEP) else 16,
@@ -110,7 +119,8 @@ def make(arguments: argparse.Namespace, model) -> PlacementPlan:
         weights = Tier.GPU if on_gpu else Tier.CPU
         if not on_gpu and from_end <= (arguments.nvme_weights_units or 0):
             weights = Tier.NVME
-        units.append(unit(layer.name, weights, kind, activations, saved))
+        drops = arguments.boundary == "dropped" and position < first_kept and position % 3 > 0
+        units.append(unit(layer.name, weights, kind, activations, saved, drops))
     is_cuda = arguments.device == "cuda"
     stem_kind = arguments.stem_states if is_cuda or arguments.stem_states in ("streamed", "nvme") else "cpu"
     return PlacementPlan(

@@ -29,7 +29,8 @@ class Placement:
     homes: str
     activations: str = "recompute"
     resting: str = "gpu"
-    """Where unit inputs and what is saved rest between forward and backward."""
+    """Where unit inputs and what is saved rest between forward and backward; "dropped": inputs but the first nowhere,
+    what is saved on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ FACTORS: dict[str, tuple] = {
     "homes": ("cpu", "gpu", "mixed", "streamed states"),
     "trained": ("full", "half frozen", "lora"),
     "activations": ("recompute", "attention", "matmuls", "keep"),
-    "resting": ("gpu", "cpu"),
+    "resting": ("gpu", "cpu", "dropped"),
     "accumulation": (1, 4),
     "dtype": ("fp32", "bf16"),
     "max_norm": (0.0, 0.05),
@@ -59,7 +60,10 @@ FACTORS: dict[str, tuple] = {
 }
 
 
-IMPOSSIBLE = [{"homes": "streamed states", "implementation": "torch"}]
+IMPOSSIBLE = [
+    {"homes": "streamed states", "implementation": "torch"},
+    {"resting": "dropped", "activations": "keep"},
+]
 """What is refused, and tested elsewhere."""
 
 

@@ -261,7 +261,9 @@ def make_plan(
     stem = {"gpu": "gpu", "streamed states": "streamed from gpu"}.get(placement.homes, "weights")
     found = discover(model)
 
-    def unit(name: str, kind: str) -> UnitPlan:
+    rests = Tier.GPU if placement.resting == "dropped" else Tier(placement.resting)
+
+    def unit(name: str, kind: str, drops: bool = False) -> UnitPlan:
         weights, states = kinds[kind]
         return UnitPlan(
             name=name,
@@ -273,12 +275,15 @@ def make_plan(
             saved_bits=activation_bits,
             boundary_bits=activation_bits,
             activations=Activations(placement.activations),
-            boundary=Tier(placement.resting),
-            saved=Tier(placement.resting),
+            boundary=None if drops else rests,
+            saved=rests,
         )
 
     return PlacementPlan(
-        units=tuple(unit(part.name, cycle[i % len(cycle)]) for i, part in enumerate(found.units)),
+        units=tuple(
+            unit(part.name, cycle[i % len(cycle)], drops=i > 0 and placement.resting == "dropped")
+            for i, part in enumerate(found.units)
+        ),
         stem=tuple(unit(part.name, stem) for part in found.stem),
         weight_slots=2,
         fidelity=Fidelity.EXACT if min(gradient_bits, activation_bits) == 16 else Fidelity.COMPACT,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from rich.console import Group
 from rich.table import Table
 
+from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, saving_choices
 from lazytrain_plugin.plan.greedy import fits
@@ -49,7 +50,10 @@ def alternatives(problem: PlacementProblem, plan: PlacementPlan, name: str) -> l
     for text, other in _others(problem, cost, unit, stem=part == "stem"):
         units = list(getattr(plan, part))
         units[index] = other
-        changed = replace(plan, **{part: tuple(units)})
+        try:
+            changed = replace(plan, **{part: tuple(units)})
+        except PlanMismatchError:
+            continue  # the unit after it drops its input, and needs this one's
         after = account(problem, changed).total_bytes()
         found.append(
             Alternative(
@@ -97,8 +101,11 @@ def _others(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan, *, stem: 
         text = "recompute everything" if activations == Activations.RECOMPUTE else f"save {activations.value}"
         bits = cost.planned_bits(activations)
         text += f" in {bits} bits" if bits < 16 else ""
-        yield text + tiers[tier], replace(unit, activations=activations, saved=tier, saved_bits=bits)
-    if problem.has_gpu and problem.capabilities.offloaded_boundaries:
+        keeps = {"boundary": Tier.GPU} if activations == Activations.KEEP and unit.boundary is None else {}
+        yield text + tiers[tier], replace(unit, activations=activations, saved=tier, saved_bits=bits, **keeps)
+    if unit.boundary is None:
+        yield "input waits on the GPU", replace(unit, boundary=Tier.GPU)
+    elif problem.has_gpu and problem.capabilities.offloaded_boundaries:
         other_tier = Tier.CPU if unit.boundary == Tier.GPU else Tier.GPU
         where = "on the GPU" if other_tier == Tier.GPU else "in host memory"
         yield f"input waits {where}", replace(unit, boundary=other_tier)

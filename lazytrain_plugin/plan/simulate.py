@@ -21,8 +21,8 @@ from lazytrain_plugin.plan.accounting import (
     sends_gradients,
     updates_meet_at_home,
 )
+from lazytrain_plugin.plan.activation_traffic import ActivationTraffic
 from lazytrain_plugin.plan.clock import Clock, Event, Resource, Ring
-from lazytrain_plugin.plan.disk_activations import DiskActivations
 from lazytrain_plugin.plan.edges import backward_order
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
@@ -71,14 +71,8 @@ class _Step:
         """When the states that were sent last are home; they pass activations that aren't computed yet."""
         self.crossing: deque[tuple[float, float]] = deque()
         """Activations that leave while states might: begin, duration."""
-        self.leaving = Ring(plan.activation_slots)
-        self.returning = Ring(plan.activation_slots)
         self.disk = Ring(plan.nvme_slots)
-        self.disk_activations = DiskActivations(replace(problem, nvme_slots=plan.nvme_slots), clock)
-        self.offloaded_s: dict[str, float] = {}
-        """When activations that are off the GPU had left it."""
-        self.back_again_s: dict[str, float] = {}
-        """When those of this backward were back."""
+        self.activations = ActivationTraffic(problem, plan, clock)
         self.back_s: dict[str, float] = {}
         """When weights that were updated in a slot are home."""
         self.written_s: dict[str, float] = {}
@@ -138,8 +132,7 @@ class _Step:
 
     def forward(self, *, fresh: bool) -> float:
         """One micro-batch's forward with loss; `fresh`: the weights were just updated."""
-        self.leaving.clear()
-        self.disk_activations.clear()
+        self.activations.begin_forward()
         if fresh:
             self.crossing.clear()
             self.states_back_s = self.clock.free_s[Resource.D2H]
@@ -158,11 +151,11 @@ class _Step:
             leaves = offloaded_bytes(cost, unit)
             ready_s = max(ready_s, end_s)
             if leaves:
-                ready_s = max(ready_s, self.leaving.free_s())
+                ready_s = max(ready_s, self.activations.slot_s())
             end_s = self.clock.run(f"forward {cost.name}", Resource.COMPUTE, cost.forward_s, ready_s)
             self._used_slot(cost, unit, end_s)
             if leaves:
-                self._leave(cost, unit, leaves, end_s)
+                self._leave(cost, unit, end_s)
         if fresh:
             self._renew_stem(self.last)
             self.clock.wait(Resource.D2H, self.states_back_s)
@@ -180,8 +173,7 @@ class _Step:
 
     def backward(self) -> float:
         """One micro-batch's backward; sets when each unit's gradient rests at its updater."""
-        self.returning.clear()
-        self.back_again_s.clear()
+        self.activations.begin_backward()
         end_s = self.clock.free_s[Resource.COMPUTE]
         for cost, unit in self.stem:
             if cost.role == UnitRole.HEAD:
@@ -189,7 +181,7 @@ class _Step:
         for u, again in backward_order(self.plan.units):
             cost, unit = self.units[u]
             ready_s = max(end_s, self._weights_arrive(cost, unit, "again" if again else "backward", fresh=False))
-            ready_s = max(ready_s, self._come_back(cost, unit))
+            ready_s = max(ready_s, self.activations.come_back(cost, unit))
             if again:
                 end_s = self.clock.run(f"again {cost.name}", Resource.COMPUTE, cost.forward_s, ready_s)
                 self._used_slot(cost, unit, end_s)
@@ -200,8 +192,7 @@ class _Step:
                 # The unit's own gradients take one place; with all others still on their way the stream waits.
                 end_s = self.clock.wait(Resource.COMPUTE, self.gradients.free_s())
             self._used_slot(cost, unit, end_s)
-            if offloaded_bytes(cost, unit):
-                self.returning.use(end_s)
+            self.activations.used(cost, unit, end_s)
             self._gradient(cost, unit, end_s)
             if sends_gradients(cost, unit):
                 self.gradients.use(self.gradient_s[f"sent {cost.name}"])
@@ -234,43 +225,13 @@ class _Step:
             self.disk.use(arrived_s)
         return arrived_s
 
-    def _come_back(self, cost: UnitCost, unit: UnitPlan) -> float:
-        """When a unit's activations are on the GPU again; they come once, the input of an edge's source early."""
-        returns = offloaded_bytes(cost, unit)
-        if not returns or cost.name not in self.offloaded_s:
-            return self.back_again_s.get(cost.name, 0.0)
-        left_s, on_disk = self.offloaded_s.pop(cost.name), offloaded_bytes(cost, unit, (Tier.NVME,))
-        if on_disk:
-            left_s = max(left_s, self.disk_activations.read(cost.name))
-        back_s = self.clock.run(
-            f"activations {cost.name} (backward)",
-            Resource.H2D,
-            self.problem.h2d_s(returns),
-            left_s,
-            self.returning.free_s(),
-            num_bytes=returns,
-        )
-        if on_disk:
-            self.disk_activations.returned(back_s)
-        self.back_again_s[cost.name] = back_s
-        return back_s
-
-    def _leave(self, cost: UnitCost, unit: UnitPlan, num_bytes: int, computed_s: float) -> None:
+    def _leave(self, cost: UnitCost, unit: UnitPlan, computed_s: float) -> None:
         """A unit's activations leave the GPU, before states that have not begun to."""
-        duration_s, on_disk = self.problem.d2h_s(num_bytes), offloaded_bytes(cost, unit, (Tier.NVME,))
-        if on_disk:
-            computed_s = max(computed_s, self.disk_activations.buffer_s())
-        left_s = self.clock.run(
-            f"activations {cost.name} (forward)", Resource.D2H, duration_s, computed_s, num_bytes=num_bytes
-        )
-        if on_disk:
-            self.disk_activations.leave(cost.name, on_disk, left_s)
+        left_s, duration_s = self.activations.leave(cost, unit, computed_s)
         if self.states_back_s > left_s - duration_s:
             self.states_back_s += duration_s
         else:
             self.crossing.append((left_s - duration_s, duration_s))
-        self.offloaded_s[cost.name] = left_s
-        self.leaving.use(left_s)
 
     def _streamed_update(self, cost: UnitCost, unit: UnitPlan, weights_s: float, computed_s: float) -> float:
         """The GPU updates a unit whose states pass through it, chunk by chunk; returns when its weights are new.

@@ -54,7 +54,7 @@ def drop_inputs(call: UnitCall, inputs: tuple[torch.Tensor, ...]) -> DroppedInpu
     said = call.executor.activations.said
     if (drop_inputs, call.unit.name) not in said:
         said.add((drop_inputs, call.unit.name))
-        kept = sum(tensor.nbytes for tensor in inputs if tensor.requires_grad)
+        kept = sum(tensor.nbytes for tensor in inputs if tensor.requires_grad) or max(t.nbytes for t in inputs)
         logger.warning(
             "%s: its input is kept though the plan drops it, which takes %s more than planned: %s",
             call.unit.name,
@@ -68,7 +68,7 @@ def _sources(call: UnitCall, inputs: tuple[torch.Tensor, ...]) -> DroppedInputs 
     """Who returned the inputs, or why they can't be dropped."""
     differentiable = [i for i, tensor in enumerate(inputs) if tensor.requires_grad]
     if not differentiable:
-        return "no unit before it computes anything differentiable"
+        return "it is not differentiable: no unit before it is trained"
     node = inputs[differentiable[0]].grad_fn
     before = getattr(node, "call", None)
     if not isinstance(before, type(call)):

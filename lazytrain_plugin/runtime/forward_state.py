@@ -34,7 +34,7 @@ class ForwardState:
 
 
 class AutocastState:
-    """The autocast settings of forward, entered again around its recompute."""
+    """The autocast settings of a forward, entered again around its recompute."""
 
     def __init__(self, device_type: str) -> None:
         self.settings = [

@@ -8,6 +8,7 @@ highspy = pytest.importorskip("highspy")
 
 from lazytrain_plugin.errors import InfeasiblePlanError  # noqa: E402
 from lazytrain_plugin.plan.accounting import account  # noqa: E402
+from lazytrain_plugin.plan.explain_unit import alternatives  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, greedy_plan, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.last_resort import dropping_plan, without_dropping  # noqa: E402
 from lazytrain_plugin.plan.problem import build_problem  # noqa: E402
@@ -60,3 +61,14 @@ def test_a_plan_that_fits_otherwise_drops_nothing():
     problem = build_problem(MODEL, MACHINE, full(num_inputs=0))
     plan = solve_problem(problem, time_limit_s=1)
     assert {unit.boundary for unit in plan.units} == {Tier.GPU}
+
+
+def test_what_other_choices_would_change_is_explained():
+    """Also beside units whose inputs are dropped, where some choices are none."""
+    problem = build_problem(MODEL, MACHINE, REQUEST)
+    lean = leanest_plan(problem)
+    units = (replace(unit, boundary=None if u == 2 else Tier.GPU) for u, unit in enumerate(lean.units))
+    plan = replace(lean, units=tuple(units))
+    texts = {u: [other.text for other in alternatives(problem, plan, f"layers.{u}")] for u in (1, 2)}
+    assert "save keep" in texts[2] and "input waits on the GPU" in texts[2]
+    assert "save keep" not in texts[1]
