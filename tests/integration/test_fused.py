@@ -663,3 +663,36 @@ def test_importing_the_module_does_not_import_transformers():
     code += "; print(f.apply_chunked_loss(torch.nn.Linear(2, 2)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[0] == "False" and "not applied" in out
+
+
+def test_gate_and_up_are_private_only_where_nothing_else_can_look(monkeypatch):
+    """In a unit that saves in codes they would otherwise come without values to somebody who reads them."""
+    seen = []
+    plain = fused_modules.swiglu
+    monkeypatch.setattr(
+        fused_modules, "swiglu", lambda *args, private, **options: (seen.append(private), plain(*args, **options))[1]
+    )
+    model = make("llama")
+    assert "2 of 2 fused" in fused_modules.fuse_swiglus(model)
+    mlp, x = model.model.layers[0].mlp, torch.randn(3, 32)
+
+    def is_private() -> bool:
+        mlp(x)
+        return seen.pop()
+
+    assert is_private()
+    with torch.no_grad():
+        handles = [mlp.gate_proj.register_forward_hook(lambda *_: None)]
+        assert not is_private()
+        handles.pop().remove()
+        handles.append(mlp.up_proj.register_full_backward_hook(lambda *_: None))
+        assert not is_private()
+        handles.pop().remove()
+        handles.append(nn.modules.module.register_module_forward_hook(lambda *_: None))
+        assert not is_private()
+        handles.pop().remove()
+        mlp.up_proj.forward = lambda x, forward=mlp.up_proj.forward: forward(x)
+        assert not is_private()
+        del mlp.up_proj.forward
+        mlp.gate_proj = type("Adapted", (nn.Linear,), {})(32, 48, bias=False)
+        assert not is_private()
