@@ -1,9 +1,9 @@
 """The simulator and the accounting in a hurry: thousands of plans of one problem, a step time and bytes for each.
 
 Searching spends nearly all of its time in judging plans that differ in a unit or two. Here what a unit's decisions mean
-is looked up once (`_Facts`), and the replay is one loop over numbers, without names, events or noise. It gives the very
-numbers of `simulate` and `account`, bit for bit (tests/plan/test_replay.py); where a plan has what it doesn't know (a
-disk, dropped inputs, updates that ranks divide, no GPU), it asks them.
+is looked up once (plan/facts.py), and the replay is one loop over numbers, without names, events or noise. It gives
+the very numbers of `simulate` and `account`, bit for bit (tests/plan/test_replay.py); where a plan has what it does not
+know (a disk, dropped inputs, updates that ranks divide, no GPU), it asks them.
 """
 
 from __future__ import annotations
@@ -14,114 +14,14 @@ from dataclasses import dataclass
 from lazytrain_plugin.plan.accounting import (
     account,
     head_room_bytes,
-    is_streamed,
     nvme_bytes_allowed_per_step,
     nvme_written_bytes,
-    offloaded_bytes,
-    sends_gradients,
-    unit_bytes,
-    updates_meet_at_home,
 )
-from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
+from lazytrain_plugin.plan.facts import FROZEN, ON_GPU, ON_WORKER, PASSING, Facts, facts_of
+from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import NEEDED_FIRST, simulate
 from lazytrain_plugin.profile.model import UnitRole
-from lazytrain_plugin.vocab import Tier, Updater
-
-FROZEN, ON_WORKER, ON_GPU, PASSING = range(4)
-"""Who updates a unit: nobody, the CPU, the GPU where its states rest, the GPU with states that pass it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What the decisions for one unit come to. Seconds as the simulator takes them, bytes as the accounting does."""
-
-    unit: UnitPlan
-    """Kept so that its identity stays its own."""
-    is_known: bool
-    """Everything rests on the GPU or the host, and one rank updates it; else `simulate` and `account` are asked."""
-    updates: int
-    streamed: bool
-    sends: bool
-    leaves: bool
-    update_s: float
-    """On the worker, slowed down by what leaves."""
-    delay_s: float
-    weights_s: float
-    forward_s: float
-    leave_s: float
-    return_s: float
-    backward_s: float
-    """With the recompute."""
-    send_s: float
-    add_s: float
-    gpu_update_s: float
-    chunks: int
-    in_s: float
-    out_s: float
-    passing_update_s: float
-    chunk_update_s: float
-    rest_gpu: int
-    rest_cpu: int
-    weight_bytes: int
-    offloaded: int
-    input_bytes: int
-    saved_bytes: int
-    gradient_bytes: int
-    workspace_bytes: int
-    state_slot_bytes: int
-
-
-def _with_head_room(lasting: int, passing: int) -> int:
-    return lasting + passing + head_room_bytes(lasting=lasting, passing=passing)
-
-
-def _facts(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> _Facts:
-    tiers = (unit.weights, unit.states, unit.gradient_tier, unit.boundary, unit.saved)
-    streamed, sends, offloaded = is_streamed(unit), sends_gradients(cost, unit), offloaded_bytes(cost, unit)
-    rest = unit_bytes(cost, unit)
-    updates = ON_WORKER
-    if not cost.num_trainable:
-        updates = FROZEN
-    elif unit.streams_states:
-        updates = PASSING
-    elif unit.updater == Updater.GPU:
-        updates = ON_GPU
-    delay_s = problem.update_delay_s(offloaded)
-    leaving_bytes = cost.streamed_out_bytes + (cost.weight_bytes if streamed else 0)
-    on_gpu = unit.boundary == Tier.GPU
-    return _Facts(
-        unit=unit,
-        is_known=set(tiers) <= {Tier.GPU, Tier.CPU} and not updates_meet_at_home(cost, unit),
-        updates=updates,
-        streamed=streamed,
-        sends=sends,
-        leaves=offloaded > 0,
-        update_s=cost.cpu_update_s + delay_s,
-        delay_s=delay_s,
-        weights_s=cost.weight_h2d_s,
-        forward_s=cost.forward_s,
-        leave_s=problem.d2h_s(offloaded),
-        return_s=problem.h2d_s(offloaded),
-        backward_s=cost.recompute_s(unit.activations) + cost.backward_s,
-        send_s=cost.gradient_d2h_s,
-        add_s=cost.accumulate_s,
-        gpu_update_s=cost.gpu_update_s,
-        chunks=cost.state_chunks,
-        in_s=problem.h2d_s(cost.streamed_in_bytes) / cost.state_chunks,
-        out_s=problem.d2h_s(leaving_bytes) / cost.state_chunks,
-        passing_update_s=cost.streamed_update_s,
-        chunk_update_s=cost.streamed_update_s / cost.state_chunks,
-        rest_gpu=rest["gpu"],
-        rest_cpu=rest["cpu"],
-        weight_bytes=cost.weight_bytes if streamed else 0,
-        offloaded=offloaded,
-        input_bytes=cost.boundary_bytes_in(unit.boundary_bits) if on_gpu else 0,
-        saved_bytes=cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved == Tier.GPU else 0,
-        gradient_bytes=cost.gradient_bytes,
-        workspace_bytes=cost.workspace_bytes,
-        state_slot_bytes=cost.state_slot_bytes if unit.streams_states else 0,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +53,17 @@ def candidate_of(plan: PlacementPlan, units: tuple[UnitPlan, ...]) -> Candidate:
 Judged = PlacementPlan | Candidate
 
 
+def _with_head_room(lasting: int, passing: int) -> int:
+    return lasting + passing + head_room_bytes(lasting=lasting, passing=passing)
+
+
 class Judge:
     """Step times and bytes of plans of one problem."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
         self._costs = (*problem.units, *problem.stem)
-        self._facts: dict[tuple[int, int], _Facts] = {}
+        self._facts: dict[tuple[int, int], Facts] = {}
         roles = [cost.role for cost in problem.stem]
         self._first = [s for s, role in enumerate(roles) if role in NEEDED_FIRST]
         self._last = [s for s, role in enumerate(roles) if role not in NEEDED_FIRST]
@@ -239,7 +143,7 @@ class Judge:
             gpu = max(gpu, rest_gpu + problem.gpu_reserve_bytes + evaluation)
         return {"gpu": gpu, "cpu": cpu + max(problem.local_ranks * offloaded, problem.save_bytes)}
 
-    def _head_bytes(self, stem: list[_Facts], *, always: bool):
+    def _head_bytes(self, stem: list[Facts], *, always: bool):
         """As `accounting._head_gradient_bytes`."""
         for cost, fact in zip(self.problem.stem, stem):
             if self.problem.tied and cost.role == UnitRole.EMBEDDING:
@@ -249,7 +153,7 @@ class Judge:
             elif cost.role == UnitRole.HEAD and not self.problem.has_accumulation:
                 yield cost.gradient_bytes if always else 0
 
-    def _facts_of(self, plan: Judged) -> list[_Facts] | None:
+    def _facts_of(self, plan: Judged) -> list[Facts] | None:
         """Of all units and the stem; None where `simulate` and `account` must be asked."""
         if not self.problem.has_gpu:
             return None
@@ -258,7 +162,7 @@ class Judge:
             key = (place, id(unit))
             fact = known.get(key)
             if fact is None:
-                fact = known[key] = _facts(self.problem, self._costs[place], unit)
+                fact = known[key] = facts_of(self.problem, self._costs[place], unit)
             if not fact.is_known:
                 return None
             found.append(fact)
@@ -295,7 +199,7 @@ class Judge:
 class _Replay:
     """The state of `simulate._Step` as numbers, by place in the model: units first, then the stem."""
 
-    def __init__(self, units: list[_Facts], stem: list[_Facts], plan: Judged) -> None:
+    def __init__(self, units: list[Facts], stem: list[Facts], plan: Judged) -> None:
         self.units = units
         count = len(units) + len(stem)
         self.compute_s = self.h2d_s = self.d2h_s = self.worker_s = 0.0
@@ -312,7 +216,7 @@ class _Replay:
         self.crossing: deque[tuple[float, float]] = deque()
         self.activation_slots = plan.activation_slots
 
-    def updates(self, order: list[tuple[int, _Facts]], step_s: float) -> None:
+    def updates(self, order: list[tuple[int, Facts]], step_s: float) -> None:
         slots, weight_s, on_worker = self.slots, self.weight_s, False
         for place, fact in order:
             updates = fact.updates
@@ -400,7 +304,7 @@ class _Replay:
             self._gradient(place, fact, end_s)
         return end_s
 
-    def _weights_arrive(self, place: int, fact: _Facts) -> float:
+    def _weights_arrive(self, place: int, fact: Facts) -> float:
         slots = self.slots
         if place in slots:
             return 0.0
@@ -423,7 +327,7 @@ class _Replay:
             self.crossing.append((left_s - duration_s, duration_s))
         return left_s
 
-    def _gradient(self, place: int, fact: _Facts, computed_s: float) -> float:
+    def _gradient(self, place: int, fact: Facts, computed_s: float) -> float:
         """When the gradients have left the GPU."""
         if not fact.sends:
             self.gradient_s[place] = computed_s
@@ -435,14 +339,14 @@ class _Replay:
             self.gradient_s[place] = sent_s
         return sent_s
 
-    def _renew(self, stem: list[tuple[int, _Facts]]) -> None:
+    def _renew(self, stem: list[tuple[int, Facts]]) -> None:
         for place, fact in stem:
             if fact.updates == PASSING:
                 self._pass(place, fact, self.weight_s[place], 0.0)
             elif fact.updates == ON_WORKER and not fact.streamed:
                 self.h2d_s = self.weight_s[place] = max(self.h2d_s, self.weight_s[place]) + fact.weights_s
 
-    def _pass(self, place: int, fact: _Facts, weights_s: float, computed_s: float) -> float:
+    def _pass(self, place: int, fact: Facts, weights_s: float, computed_s: float) -> float:
         """As `_streamed_update`."""
         states, crossing = self.states, self.crossing
         in_s, out_s, update_s = fact.in_s, fact.out_s, fact.chunk_update_s

@@ -1,0 +1,107 @@
+"""What the decisions for one unit come to, in numbers: looked up once, for replays by the thousand (plan/replay.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lazytrain_plugin.plan.accounting import (
+    is_streamed,
+    offloaded_bytes,
+    sends_gradients,
+    unit_bytes,
+    updates_meet_at_home,
+)
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
+from lazytrain_plugin.plan.result import UnitPlan
+from lazytrain_plugin.vocab import Tier, Updater
+
+FROZEN, ON_WORKER, ON_GPU, PASSING = range(4)
+"""Who updates a unit: nobody, the CPU, the GPU where its states rest, the GPU with states that pass it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the decisions for one unit come to. Seconds as the simulator takes them, bytes as the accounting does."""
+
+    unit: UnitPlan
+    """Kept so that its identity stays its own."""
+    is_known: bool
+    """Everything rests on the GPU or the host, and one rank updates it; else `simulate` and `account` are asked."""
+    updates: int
+    streamed: bool
+    sends: bool
+    leaves: bool
+    update_s: float
+    """On the worker, slowed down by what leaves."""
+    delay_s: float
+    weights_s: float
+    forward_s: float
+    leave_s: float
+    return_s: float
+    backward_s: float
+    """With the recompute."""
+    send_s: float
+    add_s: float
+    gpu_update_s: float
+    chunks: int
+    in_s: float
+    out_s: float
+    passing_update_s: float
+    chunk_update_s: float
+    rest_gpu: int
+    rest_cpu: int
+    weight_bytes: int
+    offloaded: int
+    input_bytes: int
+    saved_bytes: int
+    gradient_bytes: int
+    workspace_bytes: int
+    state_slot_bytes: int
+
+
+def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts:
+    tiers = (unit.weights, unit.states, unit.gradient_tier, unit.boundary, unit.saved)
+    streamed, sends, offloaded = is_streamed(unit), sends_gradients(cost, unit), offloaded_bytes(cost, unit)
+    rest = unit_bytes(cost, unit)
+    updates = ON_WORKER
+    if not cost.num_trainable:
+        updates = FROZEN
+    elif unit.streams_states:
+        updates = PASSING
+    elif unit.updater == Updater.GPU:
+        updates = ON_GPU
+    delay_s = problem.update_delay_s(offloaded)
+    leaving_bytes = cost.streamed_out_bytes + (cost.weight_bytes if streamed else 0)
+    on_gpu = unit.boundary == Tier.GPU
+    return Facts(
+        unit=unit,
+        is_known=set(tiers) <= {Tier.GPU, Tier.CPU} and not updates_meet_at_home(cost, unit),
+        updates=updates,
+        streamed=streamed,
+        sends=sends,
+        leaves=offloaded > 0,
+        update_s=cost.cpu_update_s + delay_s,
+        delay_s=delay_s,
+        weights_s=cost.weight_h2d_s,
+        forward_s=cost.forward_s,
+        leave_s=problem.d2h_s(offloaded),
+        return_s=problem.h2d_s(offloaded),
+        backward_s=cost.recompute_s(unit.activations) + cost.backward_s,
+        send_s=cost.gradient_d2h_s,
+        add_s=cost.accumulate_s,
+        gpu_update_s=cost.gpu_update_s,
+        chunks=cost.state_chunks,
+        in_s=problem.h2d_s(cost.streamed_in_bytes) / cost.state_chunks,
+        out_s=problem.d2h_s(leaving_bytes) / cost.state_chunks,
+        passing_update_s=cost.streamed_update_s,
+        chunk_update_s=cost.streamed_update_s / cost.state_chunks,
+        rest_gpu=rest["gpu"],
+        rest_cpu=rest["cpu"],
+        weight_bytes=cost.weight_bytes if streamed else 0,
+        offloaded=offloaded,
+        input_bytes=cost.boundary_bytes_in(unit.boundary_bits) if on_gpu else 0,
+        saved_bytes=cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved == Tier.GPU else 0,
+        gradient_bytes=cost.gradient_bytes,
+        workspace_bytes=cost.workspace_bytes,
+        state_slot_bytes=cost.state_slot_bytes if unit.streams_states else 0,
+    )
