@@ -6,6 +6,7 @@ deepcopy of it is an ordinary model with true weights, which knows neither the e
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -33,7 +34,8 @@ class ModelGuard:
         return guarded_apply(self._module, fn)
 
     def reduce(self, protocol: Any) -> tuple:
-        """For `__reduce_ex__`, of pickle and copy: without these methods, and without hooks that lead to the engine."""
+        """For `__reduce_ex__`, of pickle and copy: without these methods, hooks that lead to the engine, and fused
+        kernels."""
         how, arguments, state, *more = type(self._module).__reduce_ex__(self._module, protocol)
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key not in _METHODS}
@@ -44,6 +46,12 @@ class ModelGuard:
                 for key in engines & kept.keys():
                     del kept[key]
                 state[name] = kept
+            # A copy of the modules around the same tensors, so that kernels can be taken off it.
+            tensors = {id(tensor): tensor for tensor in (*self._module.parameters(), *self._module.buffers())}
+            copied = how(*arguments)
+            copied.__dict__.update(copy.deepcopy(state, tensors))
+            fused.remove(copied)
+            state = copied.__dict__
         return how, arguments, state, *more
 
 

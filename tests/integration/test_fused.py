@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 from lazytrain_plugin.errors import LazyTrainError
-from lazytrain_plugin.integration import fused, fused_modules
+from lazytrain_plugin.integration import fused, fused_modules, managed_model
 from lazytrain_plugin.integration.deferred_logits import DeferredLogits
 from lazytrain_plugin.kernels import cross_entropy
 from lazytrain_plugin.kernels.cross_entropy import CHUNK_TOKENS
@@ -696,3 +696,21 @@ def test_gate_and_up_are_private_only_where_nothing_else_can_look(monkeypatch):
         del mlp.up_proj.forward
         mlp.gate_proj = type("Adapted", (nn.Linear,), {})(32, 48, bias=False)
         assert not is_private()
+
+
+def test_a_managed_model_is_pickled_without_our_kernels():
+    model = make("llama")
+    for fuse in (fused.fuse_rms_norms, fused.fuse_swiglus, fused.fuse_ropes, fused.apply_chunked_loss):
+        fuse(model)
+    patched = [module for module in model.modules() if "forward" in vars(module)]
+    managed_model.manage(model, executor=None)
+    try:
+        text = pickle.dumps(model)
+    finally:
+        for name in ("_apply", "__reduce_ex__"):
+            del model.__dict__[name]
+        assert patched == [module for module in model.modules() if "forward" in vars(module)] != []
+        fused.remove(model)
+    assert b"lazytrain" not in text, "loads where LazyTrain is not installed"
+    found = pickle.loads(text).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
