@@ -461,7 +461,8 @@ def test_loader_workers_and_saves_leave_host_memory_flat(device, tmp_path):
         )  # fmt: skip
         trainer.train()
         trainer.model_wrapped.destroy()
-    assert max(sizes[3:]) - sizes[2] < 0.2 * model_bytes, [size / model_bytes for size in sizes]
+    # Lows: the C library's heap goes up and down by half the model. What an epoch leaves behind lifts them all.
+    assert min(sizes[3:]) - min(sizes[:3]) < 0.2 * model_bytes, [size / model_bytes for size in sizes]
     assert len(worker_deficits) >= 6
     assert min(worker_deficits) > 0.9 * model_bytes, "a worker must not even map the weights at home"
 
