@@ -117,6 +117,7 @@ class Executor:
         least = self.updater.least_coded_numel if isinstance(self.updater, NativeAdamW) else 0
         table = self._table = UnitTable(self.model, discovery, dtypes, groups, least_coded_numel=least)
         self.units, self.stem, self.owner = table.units, table.stem, table.owner
+        self.all_units = [*self.units, *self.stem]
         self.trained_tensors, self.update_order = table.trained_tensors, table.update_order
 
     @property
@@ -127,10 +128,6 @@ class Executor:
     @property
     def closed(self) -> bool:
         return self._hooks is None
-
-    @property
-    def all_units(self) -> list[Unit]:
-        return [*self.units, *self.stem]
 
     # Placement.
 
@@ -147,13 +144,8 @@ class Executor:
             placing.refuse_for_several_ranks(plan)
         placing.sum_up(self.all_units, plan, self._sink, self.ranks)
         self._nvme.begin(plan, self.all_units)
-        for unit in self.all_units:
-            unit_plan, before = plan.unit(unit.name), unit.home
-            if before is not None and before.fits(unit_plan):
-                before.plan = unit_plan
-                continue
-            home = UnitHome(unit.layout, unit_plan, self.device, native=native, nvme=self._nvme, ranks=self.ranks)
-            placing.move(unit, home, self.streams.record)
+        make_home = partial(UnitHome, device=self.device, native=native, nvme=self._nvme, ranks=self.ranks)
+        placing.move_all(self.all_units, plan, make_home, self.streams.record)
         self._nvme.end(self.all_units)
         if before_first := self.plan is None:
             self._install()
@@ -179,9 +171,7 @@ class Executor:
     def _install(self) -> None:
         for unit in self.units:
             streamed_module.install(unit.module, self, unit)
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(self.device)
+        placing.move_buffers(self.model, self.device)
         for unit in self.all_units:
             for tensor in unit.trained:
                 hook = partial(self._take_gradient, unit, tensor)
@@ -297,21 +287,17 @@ class Executor:
 
         `training`: every rank calls it. Other forwards are each rank's own.
         """
-        self._end_interrupted_leases()
+        if self._slots is not None:
+            self._slots.end_leases()  # a Ctrl-C can strike while one is being given back
+        for unit in self.units:
+            if unit.slot is not None:
+                unit.point_home()
         self.streams.run_backward_on_one_thread(True)
         self._table.check_groups(self.optimizer)
         self._outside.before_forward(self.ranks if training else None)
         if self._idle_since is not None and self.streams.is_cuda:
             self.streams.trace.add_events("step", self._idle_since, self.streams.record(timing=True))
         self._idle_since = None
-
-    def _end_interrupted_leases(self) -> None:
-        """A Ctrl-C can strike while a lease is being given back."""
-        if self._slots is not None:
-            self._slots.end_leases()
-        for unit in self.units:
-            if unit.slot is not None:
-                unit.point_home()
 
     def step(self, max_norm: float) -> tuple[GradientNorm, bool]:
         """Fixes this step's scalars and starts the updates; returns before they are done.

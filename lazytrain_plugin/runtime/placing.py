@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime.gradients import GradientSink
@@ -9,6 +14,26 @@ from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.vocab import Tier
+
+
+def move_all(units: list[Unit], plan: PlacementPlan, make_home: Callable[..., UnitHome], now) -> None:
+    """Moves the units whose homes differ from `plan`'s, one after the other. Arguments as of `move`.
+
+    Args:
+        make_home: (layout, unit plan) -> an empty home.
+    """
+    for unit in units:
+        unit_plan, before = plan.unit(unit.name), unit.home
+        if before is not None and before.fits(unit_plan):
+            before.plan = unit_plan
+        else:
+            move(unit, make_home(unit.layout, unit_plan), now)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def move(unit: Unit, home: UnitHome, now) -> None:
