@@ -12,6 +12,7 @@ from lazytrain_plugin.plan.accounting import account, head_room_bytes
 from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.problem import GPU_RESERVE_BYTES, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import GIB
@@ -71,6 +72,27 @@ def test_gpu_memory_is_the_measured_one(cell):
     lasting = sum(ledger.gpu.get(line, 0) for line in ("unit inputs", "saved activations", "activation slots"))
     passing = sum(ledger.gpu.get(line, 0) for line in ("gradients", "backward workspace"))
     assert ledger.gpu["head-room"] == pytest.approx(head_room_bytes(lasting=lasting, passing=passing), abs=1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch", "allocated_gib", "reserved_gib", "host_gib"),
+    [
+        ("7b_70_32", 32, 66.84, 68.64, 44.9),
+        ("7b_130_32", 32, 122.15, 125.11, 37.9),
+        ("7b_70_8", 8, 67.66, 68.29, 12.8),
+    ],
+)
+def test_plans_that_save_activations_hold_what_was_measured(plan, batch, allocated_gib, reserved_gib, host_gib):
+    """Whole plans of the planner (benchmarks/results/step_h200_202611, call G): streamed states, saved activations."""
+    request = PlanRequest(max_tokens=batch * 1024, fidelity=Fidelity.BALANCED, embedding_state_bits=8)
+    problem = build_problem(profile("7b"), HardwareProfile.load(H200), request)
+    ledger = account(problem, PlacementPlan.load(Path(__file__).parent / "measured" / f"{plan}.json"))
+    need = {tier: num_bytes / GIB for tier, num_bytes in ledger.total_bytes().items()}
+    allocated = need["gpu"] - (ledger.gpu["head-room"] + ledger.gpu["reserve"]) / GIB
+    assert allocated == pytest.approx(allocated_gib, rel=0.02)
+    held_gib = reserved_gib + CONTEXT_GIB
+    assert held_gib <= need["gpu"] <= 1.05 * held_gib
+    assert host_gib <= need["cpu"] <= host_gib + 1.5
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if CELLS[cell][6] is not None])
