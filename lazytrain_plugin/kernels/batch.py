@@ -17,7 +17,7 @@ class Batch:
         self._items.setdefault(run_together, []).append(item)
 
     def run(self) -> None:
-        """Carries out what was added, on a GPU in the current stream's order; the tensors must have stayed alive."""
+        """Carries out what was added, on a GPU in the current stream's order; CPU tensors must have stayed alive."""
         items, self._items = self._items, {}
         for run_together, queued in items.items():
             run_together(queued)

@@ -55,7 +55,7 @@ class State:
         for index, gradient in enumerate(gradients(case.numel, steps, case.gradient)):
             self.update(gradient.to(device), index + 1)
 
-    def update(self, gradient: torch.Tensor, step: int, **changes) -> None:
+    def update(self, gradient: torch.Tensor, step: int, batch=None, **changes) -> None:
         case = self.case
         values = {"lr": 1e-2, "beta1": case.beta1, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
         values |= {
@@ -66,9 +66,9 @@ class State:
         } | changes
         arguments = (self.weight, self.remainder, gradient, self.m, self.v, AdamWStep(**values))
         if case.bits == 32:
-            adamw_fp32(*arguments)
+            adamw_fp32(*arguments, batch=batch)
         else:
-            adamw_8bit(*arguments, noise_key=17, first_index=case.first_index)
+            adamw_8bit(*arguments, noise_key=17, first_index=case.first_index, batch=batch)
 
     def bits(self) -> list[torch.Tensor]:
         """Everything as integers on the CPU, all NaNs alike (their sign and payload are the processor's choice)."""

@@ -17,7 +17,7 @@ interpreter._patch_lang_tensor = _patch_tensor_for_numpy
 from lazytrain_plugin.kernels import adamw, native, norm  # noqa: E402
 from lazytrain_plugin.kernels.triton import adamw as triton_adamw  # noqa: E402
 from lazytrain_plugin.kernels.triton import norm as triton_norm  # noqa: E402
-from tests.kernels.adamw_cases import Case, State, assert_same_bits  # noqa: E402
+from tests.kernels.adamw_cases import Case, State, assert_same_bits, gradients  # noqa: E402
 
 CASES = [
     Case(1),
@@ -29,24 +29,21 @@ CASES = [
 ]
 
 
-class Interpreted:
-    """Stands in for `native`, which takes a `batch`, too."""
-
-    @staticmethod
-    def adamw_fp32(*arguments, batch=None):
-        triton_adamw.adamw_fp32(*arguments)
-
-    @staticmethod
-    def adamw_8bit(*arguments, batch=None):
-        triton_adamw.adamw_8bit(*arguments)
-
-
 if __name__ == "__main__":
     for case in CASES:
         adamw._implementation = lambda device: native
         expected = State(case, torch.device("cpu"), steps=3)
-        adamw._implementation = lambda device: Interpreted
+        adamw._implementation = lambda device: triton_adamw
         assert_same_bits(State(case, torch.device("cpu"), steps=3), expected)
+    batch, cases = adamw.Batch(), [*CASES, *[Case(1 + index, bits=8) for index in range(triton_adamw.MAX_ROWS + 2)]]
+    together = [State(case, torch.device("cpu")) for case in cases]
+    made = [gradients(case.numel, 1, case.gradient)[0] for case in cases]
+    for state, gradient in zip(together, made, strict=True):
+        state.update(gradient, 1, batch)
+    batch.run()
+    adamw._implementation = lambda device: native
+    for case, state in zip(cases, together, strict=True):
+        assert_same_bits(state, State(case, torch.device("cpu"), steps=1))
     for numel in (1, 1024, 5000, 300_007):
         for dtype in (torch.float32, torch.bfloat16):
             values = torch.randn(numel).to(dtype)

@@ -12,7 +12,7 @@ import torch
 
 from lazytrain_plugin.errors import KernelError
 from lazytrain_plugin.kernels import native
-from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, accumulate, adamw_8bit, adamw_fp32
+from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, Moment8, accumulate, adamw_8bit, adamw_fp32
 from lazytrain_plugin.kernels.norm import LANES, sum_squares_lanes
 from lazytrain_plugin.kernels.split import join_master, split_master
 from tests.kernels.adamw_cases import Case, State, assert_same_bits, gradients
@@ -35,6 +35,24 @@ def test_same_bits_as_plain_torch(kernel, numel, variant, bits):
     case = Case(numel, bits=bits, **VARIANTS[variant])
     ours = State(case, use(kernel), steps=4)
     assert_same_bits(ours, State(case, use(native.PLAIN_TORCH), steps=4))
+
+
+def test_tensors_of_all_kinds_in_one_batch(kernel):
+    """More than a launch takes, of every format, aligned and not, each with hyper-parameters of its own."""
+    device = use(kernel)
+    kinds = [Case(numel, bits=bits, **fields) for numel in SIZES for bits in (32, 8) for fields in VARIANTS.values()]
+    cases = kinds + [Case(256 + 16 * index, bits=8) for index in range(70)]
+    alone, together = ([State(case, device) for case in cases] for _ in range(2))
+    made = [[gradient.to(device) for gradient in gradients(case.numel, 2, case.gradient)] for case in cases]
+    for step in (1, 2):
+        batch = Batch()
+        for index, (one, other) in enumerate(zip(alone, together, strict=True)):
+            own = {"lr": 1e-3 * (1 + index), "weight_decay": 0.1 * (index % 3)}
+            one.update(made[index][step - 1], step, **own)
+            other.update(made[index][step - 1], step, batch, **own)
+        batch.run()
+    for one, other in zip(alone, together, strict=True):
+        assert_same_bits(other, one)
 
 
 def test_same_bits_on_a_million_elements_with_any_thread_count(isa, threads):

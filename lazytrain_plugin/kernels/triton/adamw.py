@@ -258,6 +258,8 @@ class _Item:
     row: list[int]
     """Without the first column."""
     switches: dict[str, object]
+    tensors: tuple[torch.Tensor | None, ...]
+    """What the row's addresses are of: alive until the launch."""
 
 
 _TYPES = {
@@ -299,6 +301,7 @@ def _item(
         device=weight.device,
         row=[*addresses, numel, *(noise or (0, 0, 0)), *floats],
         switches=switches,
+        tensors=tensors,
     )
 
 
