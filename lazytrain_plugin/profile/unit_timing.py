@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_RUNS = 2
 TIMED_RUNS = 5
+SETTLED_AFTER_S = 0.8
+"""A GPU starts at clocks that it can't hold (at 7B 6 % faster); the runs after this time count."""
 LONG_ENOUGH_S = 2.0
 """Without a GPU, a kind of unit is not run again once its runs took this long (a CPU takes seconds for one)."""
 
@@ -107,11 +109,14 @@ def time_unit(
     unit.train()
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _random_like(tensor, device, generator), (args, kwargs))
     gradients, marks, begin_s = None, [], time.perf_counter()
-    for run in range(WARM_UP_RUNS + TIMED_RUNS):
-        if device.type == "cuda" and run <= WARM_UP_RUNS:
-            # The first run compiles kernels, for seconds on a new machine. Nothing waits after that: a GPU that has
-            # to wait for the next launch looks slower than it is.
+    num_runs = WARM_UP_RUNS + TIMED_RUNS
+    while len(marks) < num_runs:
+        if device.type == "cuda" and len(marks) <= WARM_UP_RUNS:
+            # The first run compiles kernels, for seconds on a new machine. Nothing waits after the warm-up: a GPU that
+            # has to wait for the next launch looks slower than it is.
             torch.cuda.synchronize(device)
+            if len(marks) == WARM_UP_RUNS:
+                num_runs += int(SETTLED_AFTER_S / max(_between(marks[-1][0], marks[-1][-1]), 1e-2))
         run_marks = [_mark(device)]
         output = unit(*args, **kwargs)
         run_marks.append(_mark(device))
@@ -128,7 +133,7 @@ def time_unit(
             break
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    timed = marks[WARM_UP_RUNS:] or marks[-1:]
+    timed = marks[WARM_UP_RUNS:][-TIMED_RUNS:] or marks[-1:]
     forward = [_between(start, middle) for start, middle, _ in timed]
     backward = [_between(middle, end) for _, middle, end in timed]
     return UnitTimes(forward_s=statistics.median(forward), backward_s=statistics.median(backward))
