@@ -534,7 +534,9 @@ def test_lossy_features_are_planned_at_the_first_batch(block, bits, tmp_path):
     engine = initialize(model, adamw(model.parameters()), tmp_path, placement=None, lazytrain=block)
     got, losses = run_engine(engine, STEPS[:3])
     units = (*engine.lazytrain.executor.plan.units, *engine.lazytrain.executor.plan.stem)
-    assert {(unit.state_bits, unit.gradient_bits) for unit in units} == {bits}
+    exact_states = {unit.name for unit in units if unit.state_bits == 32} if bits[0] == 8 else set()
+    assert all(name.startswith("stem.") for name in exact_states)  # the embedding, and what is tiny
+    assert {(unit.state_bits, unit.gradient_bits) for unit in units if unit.name not in exact_states} == {bits}
     engine.destroy()
     expected, exact_losses = train_torch(llama(), STEPS[:3])
     assert losses[0] == pytest.approx(exact_losses[0], rel=1e-6)  # the band of later ones has its own test

@@ -154,7 +154,7 @@ def made(monkeypatch, *, adapt=True, native=True, profile=None):
         _measured_hardware=hardware, _state_bits=32, _observed={},
         _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, request=None,
         _native=native, _ranks=None, _fixed=None, _planned_tokens=None, _compiled=False, _errors=None,
-        _config=LazyTrainConfig(gpu_memory_gib=1.1),
+        _config=LazyTrainConfig(gpu_memory_gib=builders.GPU_RESERVE_GIB + 0.1),
         _cache=planning.PlanCache(),
     )  # fmt: skip
     return planner, planner.plan_for(512)

@@ -146,9 +146,8 @@ def test_training_follows_deepspeeds_own_reduction(trained, case):
     assert plain_stats is None and engine == "DeepSpeedEngine"
     assert stats.quantized_buckets > 0 and stats.wire_bytes > 0
     if not stats.fallbacks:
-        # at stages 1 and 2 only contributions travel; DeepSpeed gathers updated weights by itself
-        results_travel = "stage 0" in case or "no reduce_scatter" in case
-        assert (stats.wire_bytes > stats.reduce_scatter_bytes) == results_travel
+        # Two nodes send each other their codes, all of them or those of what the other keeps; no result travels.
+        assert stats.wire_bytes <= stats.reduce_scatter_bytes
     assert torch.equal(ours, results[1][1][0])  # the ranks agree
     moved = (plain - initial_weights()).norm()
     assert moved > 0.1

@@ -25,7 +25,7 @@ def test_a_write_budget_reaches_the_planner():
 
 
 def test_a_plan_leaves_room_for_the_logits_of_an_evaluation():
-    machine, model = builders.hardware(gpu_gib=1.6), builders.model(2, vocab=65536)
+    machine, model = builders.hardware(gpu_gib=builders.GPU_RESERVE_GIB + 0.6), builders.model(2, vocab=65536)
     greedy_plan(model, machine, requested(LazyTrainConfig()))
     with pytest.raises(InfeasiblePlanError):
         greedy_plan(model, machine, requested(LazyTrainConfig(plan=PlanConfig(evaluation_tokens=1 << 20))))
