@@ -45,11 +45,6 @@ def edges(units: Sequence[UnitPlan]) -> list[Edge]:
     return found
 
 
-def edge_of_unit(units: Sequence[UnitPlan]) -> dict[int, Edge]:
-    """The edge of each unit whose input is dropped."""
-    return {u: edge for edge in edges(units) for u in range(edge.source + 1, edge.last + 1)}
-
-
 def backward_order(units: Sequence[UnitPlan]) -> Iterator[tuple[int, bool]]:
     """Units in the order in which they run from the end of the loss on; True: forward again, for an edge."""
     by_last = {edge.last: edge for edge in edges(units)}
