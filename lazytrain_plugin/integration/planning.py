@@ -23,7 +23,7 @@ from lazytrain_plugin.plan.fidelity import lossy_choices
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.refusal import feasible
-from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.plan.request import WHOLE_STRATEGIES, PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes, simulate
 from lazytrain_plugin.plan.summary import summarize_plan
@@ -40,8 +40,6 @@ DRIFT_FRAC = 0.1
 """How far a measured rate is from the planned one before it is worth a search."""
 SWAP_GAIN_FRAC = 0.03
 """What another plan must gain, replayed with the measured rates, before weights are moved for it."""
-WHOLE_STRATEGIES = frozenset({Activations.RECOMPUTE, Activations.KEEP})
-"""What works without seeing single operators."""
 MOST_SWAPS = 4
 """Per run: measurements are noisy, and moving costs a step or two."""
 

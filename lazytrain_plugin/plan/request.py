@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.units import GIB
@@ -16,6 +16,10 @@ ACTIVATION_SLOTS = 2
 NVME_SLOTS = 3
 
 
+WHOLE_STRATEGIES = frozenset({Activations.RECOMPUTE, Activations.KEEP})
+"""What works without seeing single operators."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """Families of decisions that the runtime carries out; the planner uses no other."""
@@ -24,7 +28,7 @@ class Capabilities:
     """The GPU updates units whose states rest in host memory."""
     offloaded_boundaries: bool = False
     """A unit's input may rest in host memory between forward and backward."""
-    strategies: frozenset[Activations] = frozenset({Activations.RECOMPUTE, Activations.KEEP})
+    strategies: frozenset[Activations] = WHOLE_STRATEGIES
     """What units may save."""
     offloaded_saved: bool = False
     """What `strategies` save may rest in host memory."""
@@ -49,15 +53,8 @@ class Capabilities:
         )
 
 
-RUNTIME_CAPABILITIES = Capabilities(
-    streamed_states=True,
-    offloaded_boundaries=True,
-    strategies=frozenset(Activations),
-    offloaded_saved=True,
-    dropped_boundaries=True,
-    nvme_boundaries=True,
-)
-"""What the executor of this version carries out."""
+RUNTIME_CAPABILITIES = replace(Capabilities.everything(), nvme=False)
+"""What the executor of this version carries out wherever it runs; NVMe needs a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,25 +77,6 @@ def store_weight(weight_ptr, remainder_ptr, offsets, inside, p, SPLIT: tl.conste
 
 
 @triton.jit
-def update(
-    p, g, m, v, gradient_scale, l2, decay, lerp_weight, beta2, one_minus_beta2, inv_sqrt_bias2, eps, minus_step_size,
-    USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr,
-):  # fmt: skip
-    g = g.to(tl.float32) * gradient_scale
-    if USE_L2:
-        g = g + p * l2
-    p = p * decay
-    step = (g - m) * lerp_weight
-    if LERP_FROM_GRADIENT:
-        m = g + step
-    else:
-        m = m + step
-    v = v * beta2 + (g * one_minus_beta2) * g
-    denominator = tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
-    return p + tl.div_rn(m * minus_step_size, denominator), m, v
-
-
-@triton.jit
 def row_of(table_ptr, num_rows, MAX_ROWS: tl.constexpr):
     """The row of the tensor that this program works on: the last one that begins here or before."""
     rows = tl.arange(0, MAX_ROWS)
@@ -126,10 +107,22 @@ def scalar(row, INDEX: tl.constexpr):
 
 @triton.jit
 def updated(row, p, g, m, v, USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr):
-    return update(
-        p, g, m, v, scalar(row, 0), scalar(row, 1), scalar(row, 2), scalar(row, 3), scalar(row, 4), scalar(row, 5),
-        scalar(row, 6), scalar(row, 7), scalar(row, 8), USE_L2, LERP_FROM_GRADIENT,
-    )  # fmt: skip
+    """Weight and moments after the step; scalars in the order of `SCALAR_NAMES`."""
+    gradient_scale, l2, decay = scalar(row, 0), scalar(row, 1), scalar(row, 2)
+    lerp_weight, beta2, one_minus_beta2 = scalar(row, 3), scalar(row, 4), scalar(row, 5)
+    inv_sqrt_bias2, eps, minus_step_size = scalar(row, 6), scalar(row, 7), scalar(row, 8)
+    g = g.to(tl.float32) * gradient_scale
+    if USE_L2:
+        g = g + p * l2
+    p = p * decay
+    step = (g - m) * lerp_weight
+    if LERP_FROM_GRADIENT:
+        m = g + step
+    else:
+        m = m + step
+    v = v * beta2 + (g * one_minus_beta2) * g
+    denominator = tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
+    return p + tl.div_rn(m * minus_step_size, denominator), m, v
 
 
 @triton.jit
@@ -252,7 +245,6 @@ def _book_tensors(signed: bool, device: torch.device) -> tuple[torch.Tensor, tor
 class _Item:
     """One tensor's update: a row of the table, and what must be alike in one launch."""
 
-    kind: tuple[str, ...]
     num_programs: int
     device: torch.device
     row: list[int]
@@ -296,7 +288,6 @@ def _item(
         "ALIGNED": numel % 16 == 0 and all(address % 16 == 0 for address in addresses[:6]),
     }
     return _Item(
-        kind=tuple(map(str, switches.values())),
         num_programs=triton.cdiv(numel, elements_per_program),
         device=weight.device,
         row=[*addresses, numel, *(noise or (0, 0, 0)), *floats],
@@ -307,9 +298,9 @@ def _item(
 
 def _launches(items: list[_Item]) -> Iterator[tuple[torch.Tensor, int, tuple[int], dict[str, object]]]:
     """Table, rows, grid and switches of each launch."""
-    kinds: dict[tuple[str, ...], list[_Item]] = {}
+    kinds: dict[tuple, list[_Item]] = {}
     for item in items:
-        kinds.setdefault((*item.kind, str(item.device)), []).append(item)
+        kinds.setdefault((item.device, *item.switches.values()), []).append(item)
     for alike in kinds.values():
         for first in range(0, len(alike), MAX_ROWS):
             rows, begin = [], 0

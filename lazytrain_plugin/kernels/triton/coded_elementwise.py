@@ -20,7 +20,7 @@ from lazytrain_plugin.kernels.triton.blockwise import (
     format_constants,
     stored_as,
 )
-from lazytrain_plugin.kernels.triton.elementwise import _tile
+from lazytrain_plugin.kernels.triton.elementwise import _tile, normalise_rows, store_swiglu, store_swiglu_gradients
 
 
 @triton.jit
@@ -34,8 +34,7 @@ def swiglu_quantize_kernel(
     inside = offsets < numel
     gate = tl.load(gate_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + offsets, (silu * up).to(y_ptr.dtype.element_ty), mask=inside)
+    store_swiglu(gate, up, y_ptr, offsets, inside)
     encode_blocks(
         gate, gate_codes_ptr, gate_scales_ptr, table_ptr, block, block_inside, largest_level, largest_scale, gate,
         KIND, BITS, False, BLOCKS,
@@ -50,8 +49,7 @@ def swiglu_quantize_kernel(
 def _swiglu_half(gate, up, y_ptr, offsets, numel):
     gate = stored_as(gate, y_ptr).to(tl.float32)
     up = stored_as(up, y_ptr).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + offsets, (silu * up).to(y_ptr.dtype.element_ty), mask=offsets < numel)
+    store_swiglu(gate, up, y_ptr, offsets, offsets < numel)
 
 
 @triton.jit
@@ -74,11 +72,7 @@ def _swiglu_backward_half(gate, up, dy_ptr, dgate_ptr, dup_ptr, offsets, numel):
     dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     gate = stored_as(gate, dy_ptr).to(tl.float32)
     up = stored_as(up, dy_ptr).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    silu = (gate * sigmoid).to(dup_ptr.dtype.element_ty).to(tl.float32)
-    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(dgate_ptr + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-    tl.store(dup_ptr + offsets, (dy * silu).to(dup_ptr.dtype.element_ty), mask=inside)
+    store_swiglu_gradients(dy, gate, up, dgate_ptr, dup_ptr, offsets, inside)
 
 
 @triton.jit
@@ -102,21 +96,9 @@ def rms_norm_quantize_kernel(
     BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`num_columns` is a multiple of 128: a row is whole blocks. COLUMNS: the next power of two."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    offsets = rows[:, None] * num_columns + columns[None, :]
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / num_columns + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
-    normalised = x * rstd[:, None]
-    if CAST_BEFORE_WEIGHT:
-        normalised = normalised.to(y_ptr.dtype.element_ty).to(tl.float32)
-    if UNIT_OFFSET:
-        weight = weight + 1.0
-    tl.store(y_ptr + offsets, (normalised * weight[None, :]).to(y_ptr.dtype.element_ty), mask=inside)
-
+    x = normalise_rows(
+        x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, num_columns, eps, CAST_BEFORE_WEIGHT, UNIT_OFFSET, ROWS, COLUMNS
+    )
     BLOCKS: tl.constexpr = ROWS * COLUMNS // 128
     values = tl.reshape(x, (BLOCKS, 128))
     index = tl.arange(0, BLOCKS)

@@ -14,10 +14,11 @@ SWIGLU_BLOCK = 1024
 
 
 @triton.jit
-def rms_norm_forward_kernel(
+def normalise_rows(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, num_columns, eps,
     CAST_BEFORE_WEIGHT: tl.constexpr, UNIT_OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Stores this program's rows of y and of rstd; returns those of x, in fp32."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -32,6 +33,17 @@ def rms_norm_forward_kernel(
     if UNIT_OFFSET:
         weight = weight + 1.0
     tl.store(y_ptr + offsets, (normalised * weight[None, :]).to(y_ptr.dtype.element_ty), mask=inside)
+    return x
+
+
+@triton.jit
+def rms_norm_forward_kernel(
+    x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, num_columns, eps,
+    CAST_BEFORE_WEIGHT: tl.constexpr, UNIT_OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    normalise_rows(
+        x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, num_columns, eps, CAST_BEFORE_WEIGHT, UNIT_OFFSET, ROWS, BLOCK
+    )
 
 
 @triton.jit
@@ -67,13 +79,29 @@ def rms_norm_backward_kernel(
 
 
 @triton.jit
+def store_swiglu(gate, up, y_ptr, offsets, inside):
+    """`gate` and `up` in fp32."""
+    silu = (gate / (1.0 + tl.exp(-gate))).to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + offsets, (silu * up).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_swiglu_gradients(dy, gate, up, dgate_ptr, dup_ptr, offsets, inside):
+    """`dy`, `gate` and `up` in fp32."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = (gate * sigmoid).to(dup_ptr.dtype.element_ty).to(tl.float32)
+    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(dgate_ptr + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+    tl.store(dup_ptr + offsets, (dy * silu).to(dup_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def swiglu_forward_kernel(gate_ptr, up_ptr, y_ptr, numel, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
     gate = tl.load(gate_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(y_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + offsets, (silu * up).to(y_ptr.dtype.element_ty), mask=inside)
+    store_swiglu(gate, up, y_ptr, offsets, inside)
 
 
 @triton.jit
@@ -83,11 +111,7 @@ def swiglu_backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, numel, 
     dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    silu = (gate * sigmoid).to(dup_ptr.dtype.element_ty).to(tl.float32)
-    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(dgate_ptr + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-    tl.store(dup_ptr + offsets, (dy * silu).to(dup_ptr.dtype.element_ty), mask=inside)
+    store_swiglu_gradients(dy, gate, up, dgate_ptr, dup_ptr, offsets, inside)
 
 
 @triton.jit
