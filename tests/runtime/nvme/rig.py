@@ -72,16 +72,20 @@ def on_nvme(
     return replace(plan, units=moved(plan.units, homes), stem=stem_parts, nvme_slots=slots)
 
 
+EVERYTHING = {
+    "weights": Tier.NVME,
+    "states": Tier.NVME,
+    "gradients": Tier.NVME,
+    "boundary": Tier.NVME,
+    "saved": Tier.NVME,
+    "activations": Activations.MATMULS,
+}
+"""Weights, states, gradients and activations of a unit."""
+
+
 def all_on_nvme(plan: PlacementPlan, *, slots: int = 2, **changes) -> PlacementPlan:
-    """Weights, states, gradients and activations; the stem's states and gradients."""
-    changes = {
-        "weights": Tier.NVME,
-        "states": Tier.NVME,
-        "gradients": Tier.NVME,
-        "boundary": Tier.NVME,
-        "saved": Tier.NVME,
-        "activations": Activations.MATMULS,
-    } | changes
+    """Everything of the units; the stem's states and gradients."""
+    changes = EVERYTHING | changes
     stem = tuple(replace(part, states=changes["states"], gradients=changes["gradients"]) for part in plan.stem)
     return replace(plan.with_units(**changes), stem=stem, nvme_slots=slots)
 

@@ -16,20 +16,14 @@ from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.vocab import Activations, Tier
 from tests.runtime import race_check
 from tests.runtime.nvme.disk_race_check import install_disk
+from tests.runtime.nvme.rig import EVERYTHING
 from tests.runtime.race_check import RaceCheck, install
 from tests.runtime.rig import Model, batches, make_executor, plan_for
 
 ON_DISK = {
     "activations": {"boundary": Tier.NVME, "saved": Tier.NVME, "activations": Activations.KEEP},
     "gradients": {"states": Tier.NVME, "gradients": Tier.NVME},
-    "all": {
-        "weights": Tier.NVME,
-        "states": Tier.NVME,
-        "gradients": Tier.NVME,
-        "boundary": Tier.NVME,
-        "saved": Tier.NVME,
-        "activations": Activations.MATMULS,
-    },
+    "all": EVERYTHING,
 }
 
 
