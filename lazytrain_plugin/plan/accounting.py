@@ -72,6 +72,17 @@ def head_room_bytes(*, lasting: int, passing: int) -> int:
     return int(SAVED_FRAGMENTATION_FRAC * lasting + FRAGMENTATION_FRAC * passing)
 
 
+def reserved_bytes(*, lasting: int = 0, passing: int = 0) -> int:
+    """What the allocator reserves for them in all."""
+    return lasting + passing + head_room_bytes(lasting=lasting, passing=passing)
+
+
+def excess_frac(need: dict[str, int], have: dict[str, int]) -> float:
+    """How far a need is from the budgets: each tier's excess as a share of its budget, since a GiB of a small tier is
+    the harder to find."""
+    return sum(max(0, num_bytes - have[tier]) / max(have[tier], 1) for tier, num_bytes in need.items())
+
+
 def unit_bytes(cost: UnitCost, unit: UnitPlan) -> dict[str, int]:
     """Bytes per tier of a unit's weights and states at rest. Gradients that stay on the GPU are counted by window."""
     rest = dict.fromkeys(TIERS, 0)
@@ -180,7 +191,7 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     cpu["reserve"] = problem.cpu_reserve_bytes
     saving = sum(cpu.values()) + problem.save_bytes - cpu["offloaded activations"]
     outside = {"checkpoint": {"cpu": saving}}
-    evaluating = at_rest + problem.evaluation_bytes + head_room_bytes(lasting=0, passing=problem.evaluation_bytes)
+    evaluating = at_rest + reserved_bytes(passing=problem.evaluation_bytes)
     if not problem.has_gpu:
         outside["checkpoint"]["cpu"] += ranks * at_rest
         evaluating = ranks * evaluating + sum(cpu.values())

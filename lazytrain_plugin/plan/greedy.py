@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from lazytrain_plugin.plan.accounting import (
     account,
+    excess_frac,
     nvme_bytes_allowed_per_step,
     nvme_written_bytes,
 )
@@ -86,12 +87,6 @@ def closest_plans(problem: PlacementProblem) -> Iterator[PlacementPlan]:
                 low, high = (middle + 1, high) if excess(middle) > excess(middle + 1) else (low, middle)
             # With all of them resident there are no slots.
             yield from (placed(low), placed(len(problem.units)))
-
-
-def excess_frac(need: dict[str, int], have: dict[str, int]) -> float:
-    """How far a need is from the budgets: each tier's excess as a share of its budget, since a GiB of a small tier is
-    the harder to find."""
-    return sum(max(0, num_bytes - have[tier]) / max(have[tier], 1) for tier, num_bytes in need.items())
 
 
 def fits(problem: PlacementProblem, plan: PlacementPlan) -> bool:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from lazytrain_plugin.plan.accounting import (
     account,
-    head_room_bytes,
+    excess_frac,
     nvme_bytes_allowed_per_step,
     nvme_written_bytes,
+    reserved_bytes,
 )
 from lazytrain_plugin.plan.facts import FROZEN, ON_GPU, ON_WORKER, PASSING, Facts, facts_of
 from lazytrain_plugin.plan.problem import PlacementProblem
@@ -53,10 +54,6 @@ def candidate_of(plan: PlacementPlan, units: tuple[UnitPlan, ...]) -> Candidate:
 Judged = PlacementPlan | Candidate
 
 
-def _with_head_room(lasting: int, passing: int) -> int:
-    return lasting + passing + head_room_bytes(lasting=lasting, passing=passing)
-
-
 class Judge:
     """Step times and bytes of plans of one problem."""
 
@@ -78,13 +75,10 @@ class Judge:
 
     def excess_frac(self, plan: Judged) -> float:
         """Bytes beyond the budgets, each tier's as a share of its budget; 0: it fits."""
-        excess = sum(
-            max(0, num_bytes - self._have[tier]) / max(self._have[tier], 1)
-            for tier, num_bytes in self.need_bytes(plan).items()
-        )
+        excess = excess_frac(self.need_bytes(plan), self._have)
         allowed = nvme_bytes_allowed_per_step(self.problem)
-        if allowed != float("inf") and nvme_written_bytes(self.problem, plan) > allowed:
-            excess += nvme_written_bytes(self.problem, plan) / max(allowed, 1.0)
+        if allowed != float("inf") and (written := nvme_written_bytes(self.problem, plan)) > allowed:
+            excess += written / max(allowed, 1.0)
         return excess
 
     def need_bytes(self, plan: Judged) -> dict[str, int]:
@@ -118,7 +112,7 @@ class Judge:
         head = sum(self._head_bytes(stem, always=True))
         leaving_head = sum(self._head_bytes(stem, always=False))
         lasting, passing, rings = input_bytes + saved_bytes, head, plan.gradient_slots - 1
-        fullest, stays = _with_head_room(lasting, problem.loss_bytes), not problem.has_accumulation
+        fullest, stays = reserved_bytes(lasting=lasting, passing=problem.loss_bytes), not problem.has_accumulation
         for later, fact in enumerate(reversed(units)):
             lasting -= fact.saved_bytes
             window = passing + fact.workspace_bytes + (1 + (later if later < rings else rings)) * gradient_slot
@@ -128,18 +122,18 @@ class Judge:
                 window += fact.gradient_bytes
             if later < rings:
                 window += leaving_head
-            window = _with_head_room(lasting, window)
+            window = reserved_bytes(lasting=lasting, passing=window)
             if window > fullest:
                 fullest = window
             lasting -= fact.input_bytes
         embedding = sum(cost.gradient_bytes for cost in problem.stem if cost.role != UnitRole.HEAD)
-        fullest = max(fullest, _with_head_room(0, passing + rings * gradient_slot + embedding))
-        ring = _with_head_room(ring * plan.activation_slots, 0)
+        fullest = max(fullest, reserved_bytes(passing=passing + rings * gradient_slot + embedding))
+        ring = reserved_bytes(lasting=ring * plan.activation_slots)
         gpu = rest_gpu + plan.state_slots * state_slot + problem.exchange_bytes + ring + fullest
         gpu += problem.gpu_reserve_bytes
         cpu = rest_cpu + problem.cpu_reserve_bytes
         if problem.evaluation_bytes:
-            evaluation = _with_head_room(0, problem.evaluation_bytes)
+            evaluation = reserved_bytes(passing=problem.evaluation_bytes)
             gpu = max(gpu, rest_gpu + problem.gpu_reserve_bytes + evaluation)
         return {"gpu": gpu, "cpu": cpu + max(problem.local_ranks * offloaded, problem.save_bytes)}
 
