@@ -1,4 +1,4 @@
-"""The fastest pattern that fits, by simulated annealing, and the same counts in a better order.
+"""The fastest pattern that fits, by descent and jumps, and the same counts in a better order, by simulated annealing.
 
 Each pattern is judged by the numbers of the accounting and the simulator alone (plan/replay.py).
 """
@@ -26,12 +26,8 @@ POLISHED_UNITS = 25_000
 """As `REPLAYED_UNITS`, for orders of one pattern."""
 HOME_FIELDS = ("weights", "states", "updater")
 SAVING_FIELDS = ("activations", "saved", "saved_bits")
-HEAT_FRAC = 0.004
-"""How much slower a pattern may be than the last and still be taken, at the start."""
-REFITTED_FRAC = 0.7
-"""How often a pattern with other homes saves as much as then fits."""
-REHEATS = 2
-"""The search starts again from the best so far, as warm as at first."""
+HEAT_FRAC = 0.001
+"""How much slower an order may be than the last and still be taken, at the start."""
 
 
 def search_patterns(
@@ -224,7 +220,7 @@ def polished(
         if not allowed or not judge.fits(changed):
             continue
         step_s = judge.step_s(changed, steps=2)
-        heat_s = HEAT_FRAC / 4 * best_s * (1 - attempt / tries) * -math.log(1 - draw.random())
+        heat_s = HEAT_FRAC * best_s * (1 - attempt / tries) * -math.log(1 - draw.random())
         if step_s <= current_s + heat_s:
             current, current_s = changed, step_s
             if step_s < best_s:
