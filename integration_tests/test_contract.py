@@ -32,6 +32,7 @@ from deepspeed.runtime import engine as ds_engine
 
 from integration_tests import harness, models
 from integration_tests.cases import Placement, Work
+from integration_tests.loops import make_trainer
 from lazytrain_plugin.integration import checkpoint_mixin, deepspeed_engine, deepspeed_optimizer
 from lazytrain_plugin.integration.deepspeed_engine import LazyTrainEngine
 from lazytrain_plugin.integration.deepspeed_optimizer import LazyTrainOptimizer
@@ -232,6 +233,19 @@ def test_frameworks_touch_the_members_that_are_known(spied, role, package, golde
     touched = spied.spy.found[role, package]
     assert touched - golden == set(), f"{package} uses members of the {role} that nobody has looked at"
     assert golden - touched == set(), f"{package} no longer uses these members of the {role}"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_deepspeed_waits_for_the_device_only_if_it_is_asked_to(asked, tmp_path, device, monkeypatch):
+    """Its throughput timer does so twice a step by default, and with it for every update that is under way."""
+    accelerator, waits = type(deepspeed.accelerator.get_accelerator()), []
+    monkeypatch.setattr(accelerator, "synchronize", lambda self, *device: waits.append(device))
+    timers = {"timers": {"throughput": {"synchronized": True}}} if asked else {}
+    with harness.fresh_accelerate_state():
+        model, samples = models.build_model("llama"), models.make_samples("llama", 8)
+        trainer = make_trainer(model, samples, tmp_path, device, placement=MIXED, ds_config=timers, max_steps=4)
+        harness.close(harness.finish(trainer))
+    assert bool(waits) == asked
 
 
 def test_what_the_frameworks_look_for_in_vain_is_known(spied):

@@ -66,6 +66,11 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         config = hook.active_config() or hook.load_config(kwargs["config"])
         object.__setattr__(self, "_lazytrain_config", config)
         super().__init__(*args, dont_change_device=True, **kwargs)
+        throughput = self._config.timers_config
+        if "synchronized" not in throughput.model_fields_set:
+            # The timer would wait for the device, and for every update and transfer under way, before each forward and
+            # after each step. `step` waits for the gradients' norm, so the host's clock counts whole steps anyway.
+            throughput.synchronized = False
 
     # What DeepSpeed's constructor calls.
 
