@@ -25,7 +25,7 @@ TRIES_PER_UNIT = 50
 POLISHED_UNITS = 25_000
 """As `REPLAYED_UNITS`, for orders of one pattern."""
 HOME_FIELDS = ("weights", "states", "updater")
-SAVING_FIELDS = ("activations", "saved", "saved_bits")
+SAVING_FIELDS = ("activations", "saved", "saved_bits", "boundary_bits")
 HEAT_FRAC = 0.001
 """How much slower an order may be than the last and still be taken, at the start."""
 

@@ -12,8 +12,10 @@ from lazytrain_plugin.plan import formats
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.greedy import fits, greedy_plan
+from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
+from lazytrain_plugin.plan.search import polished, search_patterns
 from lazytrain_plugin.profile.model import StrategyProfile
 from lazytrain_plugin.runtime.quantized_saves import FORMATS
 from lazytrain_plugin.units import GIB
@@ -129,3 +131,18 @@ def test_errors_fall_with_bits():
     for by_bits in formats.GRADIENT_ERROR.values():
         assert by_bits[4] > by_bits[5] > by_bits[6] > by_bits[8] > 0
     assert formats.gradient_error(16) == 0
+
+
+@pytest.mark.parametrize("gpu_gib", [2.3, 2.5])
+def test_a_search_goes_on_from_a_plan_with_inputs_in_codes(gpu_gib):
+    """Other ways to save than the coded ones can't have such an input."""
+    profile = model(12, **WORK, boundary_bytes_per_token=8 * 512)
+    wanted = replace(request(Fidelity.COMPACT, gpu_gib), capabilities=Capabilities.everything())
+    greedy = greedy_plan(profile, hardware(), wanted)
+    assert any(unit.boundary_bits < 16 for unit in greedy.units)
+    problem = build_problem(profile, hardware(), wanted)
+    for found in (search_patterns(problem, greedy, tries_frac=0.1), polished(problem, greedy)):
+        assert fits(problem, found)
+    plan = make_plan(profile, hardware(), wanted)
+    assert plan.predicted_step_s <= greedy.predicted_step_s
+    check_plan(plan, profile, hardware(), wanted)
