@@ -16,6 +16,7 @@ from torch import nn
 
 from lazytrain_plugin.errors import ConfigError, LazyTrainError, UnsupportedModelError
 from lazytrain_plugin.integration import fused, hook, tensor_access
+from lazytrain_plugin.integration.allocator import grow_by_pages
 from lazytrain_plugin.integration.at_exit import finish_at_exit
 from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
 from lazytrain_plugin.integration.client_optimizer import make_adam, make_updater, optimizer_state_bits
@@ -107,6 +108,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         device = torch.device("cpu") if self.device.type == "cpu" else torch.device(self.device)
         ranks = make_rank_group(self.seq_data_parallel_group, device, config)
         local_size = 1 if ranks is None else ranks.local_size
+        grow_by_pages(device)
         node = near_device.node_of(device)
         self._use_threads(config.optimizer.threads, local_size, node)
         refuse_parameters_of_others(optimizer, self.module)
