@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +27,11 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_RUNS = 2
 TIMED_RUNS = 5
-SETTLED_AFTER_S = 0.8
-"""A GPU starts at clocks that it can't hold (at 7B 6 % faster); the runs after this time count."""
+"""At least."""
+SETTLED_AFTER_S = 0.2
+"""A GPU starts at clocks that it can't hold: an H200 that multiplies falls from 1980 to 1500 MHz within 0.1 s."""
+TIMED_S = 0.5
+"""It then corrects its power now and then, for some 0.1 s: the median of all runs of this time is what a step sees."""
 LONG_ENOUGH_S = 2.0
 """Without a GPU, a kind of unit is not run again once its runs took this long (a CPU takes seconds for one)."""
 
@@ -109,14 +113,16 @@ def time_unit(
     unit.train()
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: _random_like(tensor, device, generator), (args, kwargs))
     gradients, marks, begin_s = None, [], time.perf_counter()
-    num_runs = WARM_UP_RUNS + TIMED_RUNS
+    num_runs, num_unsettled = WARM_UP_RUNS + TIMED_RUNS, WARM_UP_RUNS
     while len(marks) < num_runs:
         if device.type == "cuda" and len(marks) <= WARM_UP_RUNS:
             # The first run compiles kernels, for seconds on a new machine. Nothing waits after the warm-up: a GPU that
             # has to wait for the next launch looks slower than it is.
             torch.cuda.synchronize(device)
             if len(marks) == WARM_UP_RUNS:
-                num_runs += int(SETTLED_AFTER_S / max(_between(marks[-1][0], marks[-1][-1]), 1e-2))
+                run_s = max(_between(marks[-1][0], marks[-1][-1]), 1e-3)
+                num_unsettled += math.ceil(SETTLED_AFTER_S / run_s)
+                num_runs = num_unsettled + max(TIMED_RUNS, math.ceil(TIMED_S / run_s))
         run_marks = [_mark(device)]
         output = unit(*args, **kwargs)
         run_marks.append(_mark(device))
@@ -133,7 +139,7 @@ def time_unit(
             break
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    timed = marks[WARM_UP_RUNS:][-TIMED_RUNS:] or marks[-1:]
+    timed = marks[num_unsettled:] or marks[-1:]
     forward = [_between(start, middle) for start, middle, _ in timed]
     backward = [_between(middle, end) for _, middle, end in timed]
     return UnitTimes(forward_s=statistics.median(forward), backward_s=statistics.median(backward))
