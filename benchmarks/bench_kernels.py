@@ -9,6 +9,7 @@
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ import time
 import torch
 
 from lazytrain_plugin.kernels import native
-from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, accumulate, adamw_8bit, adamw_fp32
+from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, Moment8, accumulate, adamw_8bit, adamw_fp32
 from lazytrain_plugin.kernels.coded_gradient import CodedGradient, add_codes, encode_gradient
 from lazytrain_plugin.kernels.norm import LANES, sum_squares_lanes
 from lazytrain_plugin.kernels.split import join_master, split_master
@@ -39,6 +40,19 @@ def operations(numel: int, device: torch.device) -> dict:
     encode_gradient(gradient, codes)
     add_codes(total, codes, first=True)
     code, sum_code = 1 + 2 / 64, 2 + 2 / 64
+    layer = cut_as_a_layer(gradient)
+    layer_lanes = torch.empty(len(layer), LANES, dtype=torch.float64, device=device)
+
+    def sum_squares_together() -> None:
+        batch = Batch()
+        for tensor, row in zip(layer, layer_lanes, strict=True):
+            sum_squares_lanes(tensor, row, batch=batch)
+        batch.run()
+
+    def sum_squares_apart() -> None:
+        for tensor, row in zip(layer, layer_lanes, strict=True):
+            sum_squares_lanes(tensor, row)
+
     adamw8 = lambda g: adamw_8bit(weight, remainder, g, m8, v8, STEP, noise_key=0)  # noqa: E731
     return {
         "adamw_fp32": (26, lambda: adamw_fp32(weight, remainder, gradient, m, v, STEP)),
@@ -50,10 +64,22 @@ def operations(numel: int, device: torch.device) -> dict:
         "add_codes": (code + 2 * sum_code, lambda: add_codes(total, codes, first=False)),
         "sum_squares_codes": (sum_code, lambda: sum_squares_lanes(total, lanes)),
         "sum_squares": (2, lambda: sum_squares_lanes(gradient, lanes)),
+        "sum_squares_layer": (2, sum_squares_together),
+        "sum_squares_layer_apart": (2, sum_squares_apart),
         "accumulate": (10, lambda: accumulate(master, gradient, first=False)),
         "split": (8, lambda: split_master(master, weight, remainder)),
         "join": (8, lambda: join_master(weight, remainder, master)),
     }
+
+
+def cut_as_a_layer(flat: torch.Tensor) -> list[torch.Tensor]:
+    """Twelve tensors in the proportions of a Qwen2-7B layer's: seven matrices, three biases, two norms."""
+    hidden, intermediate, keys = 3584, 18944, 512
+    shares = [hidden**2, hidden * keys, hidden * keys, hidden**2, *[hidden * intermediate] * 3, hidden, keys, keys]
+    shares += [hidden, hidden]
+    total, ends = sum(shares), list(itertools.accumulate(shares))
+    ends = [end * flat.numel() // total // 256 * 256 for end in ends[:-1]] + [flat.numel()]
+    return [flat[start:end] for start, end in zip([0, *ends], ends)]
 
 
 def seconds(function, device: torch.device, repeats: int, clock) -> float:

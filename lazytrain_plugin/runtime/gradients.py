@@ -9,7 +9,7 @@ import torch
 
 from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.arrival import Arrival
-from lazytrain_plugin.runtime.gradient_format import add_up, part_of
+from lazytrain_plugin.runtime.gradient_format import Gradient, add_up, part_of
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.norms import GradientNorm, Squares
 from lazytrain_plugin.runtime.slots import Outbox
@@ -53,15 +53,19 @@ class GradientSink:
             self._send_home(unit, gradients)
 
     def _keep_on_gpu(self, unit: Unit, gradients: Gradients) -> None:
+        complete: dict[UnitTensor, Gradient] = {}
         for tensor, gradient in gradients:
             if unit.arrived.get(tensor) == Arrival.WHOLE:
                 unit.arrived[tensor] = Arrival.SUMMED
                 self._add_up(unit, tensor, first=True)
-            first = self._arrive(unit, tensor, gradient)
+            first = self._arrive(unit, tensor)
             unit.home.keep_gradient(tensor, gradient)
+            complete[tensor] = gradient
             if unit.arrived[tensor] == Arrival.SUMMED:
-                self._add_up(unit, tensor, first=first)
+                complete[tensor] = self._add_up(unit, tensor, first=first)
                 unit.home.keep_gradient(tensor, None)
+        if self.last_micro_batch:
+            self._norm.add(complete)
 
     def _send_home(self, unit: Unit, gradients: Gradients) -> None:
         self._make_room(unit, gradients)
@@ -70,11 +74,15 @@ class GradientSink:
             with self._streams.host_waits("gradients"):
                 buffer = on_nvme.arrive(fresh=Arrival.WHOLE not in unit.arrived.values())
         raws, sums = [], []
+        complete: dict[UnitTensor, Gradient] = {}
         for tensor, gradient in gradients:
-            first = self._arrive(unit, tensor, gradient)
+            first = self._arrive(unit, tensor)
             if unit.arrived[tensor] == Arrival.SUMMED:
                 sums.append((tensor, first))
+            else:
+                complete[tensor] = gradient
             raws.append((tensor, gradient))
+        self._norm.add(complete)
         starts = [unit.home.span(tensor).start for tensor, _ in raws]
         pieces = [(buffer, offset, piece) for offset, piece in unit.home.gradient_format.pieces(raws, starts)]
         unit.gradient_event = self.outbox.send(unit, pieces, after=unit.gradients_read_event)
@@ -95,12 +103,11 @@ class GradientSink:
         if unit.fold_ticket is not None:
             unit.fold_ticket.wait()
 
-    def _arrive(self, unit: Unit, tensor: UnitTensor, raw: torch.Tensor) -> bool:
+    def _arrive(self, unit: Unit, tensor: UnitTensor) -> bool:
         """Books an arrival; returns whether it is the window's first of this tensor."""
         first = tensor not in unit.arrived
         if first and self.last_micro_batch:
             unit.arrived[tensor] = Arrival.WHOLE
-            self._norm.add(tensor, raw)
         else:
             unit.arrived[tensor] = Arrival.SUMMED
             self._norm.discard(tensor)
@@ -119,19 +126,21 @@ class GradientSink:
             home = unit.home
             with home.gradients_in_memory(), home.sums_in_memory(changes=True):
                 with self._streams.span(f"accumulate {unit.name}", Resource.WORKER):
-                    for tensor, first in sums:
-                        self._add_up(unit, tensor, first=first, last=last)
+                    totals = {tensor: self._add_up(unit, tensor, first=first) for tensor, first in sums}
+                    if last:
+                        self._norm.add(totals)
             if used_up:
                 home.drop_gradients()
 
         unit.fold_ticket = self._worker.submit(fold, f"gradient accumulation of {unit.name}")
 
-    def _add_up(self, unit: Unit, tensor: UnitTensor, *, first: bool, last: bool | None = None) -> None:
+    @staticmethod
+    def _add_up(unit: Unit, tensor: UnitTensor, *, first: bool) -> Gradient:
+        """Adds what arrived to the sum over micro-batches, and returns that."""
         span = unit.home.span(tensor)
         total = part_of(unit.home.accumulated(tensor), span)
         add_up(total, part_of(unit.home.gradient(tensor), span), first=first)
-        if self.last_micro_batch if last is None else last:
-            self._norm.add(tensor, total)
+        return total
 
     def discard(self, units: list[Unit]) -> None:
         """Forgets what arrived in this window; the next gradient is a first one again."""
@@ -154,7 +163,7 @@ class GradientSink:
             with unit.home.gradients_in_memory(), unit.home.sums_in_memory(changes=True):
                 for tensor in whole:
                     unit.arrived[tensor] = Arrival.SUMMED
-                    self._add_up(unit, tensor, first=True, last=False)
+                    self._add_up(unit, tensor, first=True)
         unit.home.drop_gradients()
 
     def end_backward(self) -> None:
@@ -180,9 +189,9 @@ class GradientSink:
                 unit.fold_ticket = None
             late = [t for t, arrival in unit.arrived.items() if arrival == Arrival.SUMMED and not self._norm.has(t)]
             if late:
-                with unit.home.sums_in_memory(changes=False):
-                    for tensor in late:
-                        self._norm.add(tensor, part_of(unit.home.accumulated(tensor), unit.home.span(tensor)))
+                home = unit.home
+                with home.sums_in_memory(changes=False):
+                    self._norm.add({t: part_of(home.accumulated(t), home.span(t)) for t in late})
 
 
 def in_storage_order(tensor: UnitTensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from lazytrain_plugin.kernels.norm import LANES, combine_lanes, sum_squares_lanes
+from lazytrain_plugin.kernels.batch import Batch
+from lazytrain_plugin.kernels.norm import LANES, read_squares, sum_squares_lanes
 from lazytrain_plugin.runtime.gradient_format import Gradient, as_values
 from lazytrain_plugin.runtime.layout import UnitTensor
 
@@ -59,13 +60,19 @@ class LaneNorm:
             kind: torch.zeros(shape, dtype=torch.float64, device=where)
             for kind, where in {device.type: device, "cpu": torch.device("cpu")}.items()
         }
+        self._host = {
+            kind: torch.zeros(num_tensors, dtype=torch.float64, pin_memory=kind == "cuda") for kind in self._lanes
+        }
         self._summed_on: dict[UnitTensor, str] = {}
 
-    def add(self, tensor: UnitTensor, gradient: Gradient) -> None:
-        """Sums a complete gradient, 1-D in storage order, on the device that it is on."""
-        kind = gradient.device.type
-        sum_squares_lanes(gradient, self._lanes[kind][tensor.index])
-        self._summed_on[tensor] = kind
+    def add(self, gradients: Mapping[UnitTensor, Gradient]) -> None:
+        """Sums complete gradients, 1-D in storage order, on the device that they are on."""
+        batch = Batch()
+        for tensor, gradient in gradients.items():
+            kind = gradient.device.type
+            sum_squares_lanes(gradient, self._lanes[kind][tensor.index], batch=batch)
+            self._summed_on[tensor] = kind
+        batch.run()
 
     def has(self, tensor: UnitTensor) -> bool:
         return tensor in self._summed_on
@@ -78,7 +85,7 @@ class LaneNorm:
 
         `agree`: brings the sums of squares of all ranks together.
         """
-        sums = {kind: combine_lanes(self._lanes[kind]).tolist() for kind in set(self._summed_on.values())}
+        sums = {kind: read_squares(self._lanes[kind], self._host[kind]) for kind in set(self._summed_on.values())}
         squares = {tensor: sums[kind][tensor.index] for tensor, kind in self._summed_on.items()}
         if agree is not None:
             squares = agree(squares)
@@ -99,8 +106,9 @@ class TorchNorm:
     def __init__(self) -> None:
         self._norms: dict[UnitTensor, torch.Tensor] = {}
 
-    def add(self, tensor: UnitTensor, gradient: Gradient) -> None:
-        self._norms[tensor] = torch.linalg.vector_norm(tensor.shaped(as_values(gradient)).float())
+    def add(self, gradients: Mapping[UnitTensor, Gradient]) -> None:
+        for tensor, gradient in gradients.items():
+            self._norms[tensor] = torch.linalg.vector_norm(tensor.shaped(as_values(gradient)).float())
 
     def has(self, tensor: UnitTensor) -> bool:
         return tensor in self._norms

@@ -8,7 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lazytrain_plugin.kernels.reference import LANES, PARTS
-from lazytrain_plugin.kernels.triton import adamw, norm
+from lazytrain_plugin.kernels.triton import adamw, norm, tables
 
 FLOATS = {
     "gradient_scale", "l2", "decay", "lerp_weight", "beta2", "one_minus_beta2", "inv_sqrt_bias2", "eps",
@@ -44,16 +44,32 @@ if __name__ == "__main__":
         blocks = {"BLOCKS": adamw.BLOCKS_PER_PROGRAM, "num_warps": adamw.WARPS}
         ptx = compile_kernel(adamw.adamw_8bit_kernel, pointers, **switches, **blocks)
         assert re.search(r"ld\.global\S*\.v", ptx), "neighbours are read together"
-    for kind, coded in (("*bf16", False), ("*fp32", False), ("*i8", True), ("*i16", True)):
-        compile_kernel(
+    for kind, coded in (("bfloat16", False), ("float32", False), ("int8", True), ("int16", True)):
+        ptx = compile_kernel(
             norm.sum_squares_parts_kernel,
-            {"values_ptr": kind, "steps_ptr": "*i16" if coded else kind, "parts_ptr": "*fp64"},
+            {"table_ptr": "*i64", "parts_ptr": "*fp64"},
+            GRADIENT=getattr(tl, kind),
             CODED=coded,
+            ALIGNED=True,
             NUM_LANES=LANES,
             NUM_PARTS=PARTS,
             BLOCK=norm.LANES_PER_PROGRAM,
             ROWS=norm.ROWS_IN_FLIGHT,
+            MAX_ROWS=norm.MAX_ROWS,
         )
-    pointers = {"parts_ptr": "*fp64", "lanes_ptr": "*fp64"}
-    compile_kernel(norm.add_parts_kernel, pointers, NUM_LANES=LANES, BLOCK=norm.FOLD_LANES)
+        assert kind.startswith("int") or re.search(r"ld\.global\S*\.v", ptx), "neighbours are read together"
+    compile_kernel(
+        norm.add_parts_kernel,
+        {"table_ptr": "*i64", "parts_ptr": "*fp64"},
+        num_warps=norm.FOLD_WARPS,
+        NUM_LANES=LANES,
+        NUM_PARTS=PARTS,
+        PROGRAMS_PER_PART=norm.PROGRAMS_PER_PART,
+        BLOCK=norm.FOLD_LANES,
+        IN_FLIGHT=norm.PARTS_IN_FLIGHT,
+    )
+    pointers = {"lanes_ptr": "*fp64", "squares_ptr": "*fp64"}
+    compile_kernel(norm.combine_lanes_kernel, pointers, NUM_LANES=LANES, HALVINGS=LANES.bit_length() - 1)
+    pointers = {"host_ptr": "*i64", "table_ptr": "*i64"}
+    compile_kernel(tables.copy_table_kernel, pointers, BLOCK=tables.TABLE_NUMEL)
     print("all kernels compile")

@@ -17,6 +17,7 @@ interpreter._patch_lang_tensor = _patch_tensor_for_numpy
 from lazytrain_plugin.kernels import adamw, native, norm  # noqa: E402
 from lazytrain_plugin.kernels.triton import adamw as triton_adamw  # noqa: E402
 from lazytrain_plugin.kernels.triton import norm as triton_norm  # noqa: E402
+from lazytrain_plugin.kernels.triton import tables  # noqa: E402
 from tests.kernels.adamw_cases import Case, State, assert_same_bits, gradients  # noqa: E402
 
 CASES = [
@@ -44,11 +45,20 @@ if __name__ == "__main__":
     adamw._implementation = lambda device: native
     for case, state in zip(cases, together, strict=True):
         assert_same_bits(state, State(case, torch.device("cpu"), steps=1))
-    for numel in (1, 1024, 5000, 300_007):
-        for dtype in (torch.float32, torch.bfloat16):
-            values = torch.randn(numel).to(dtype)
-            expected, ours = torch.empty(2, norm.LANES, dtype=torch.float64)
-            norm.sum_squares_lanes(values, expected)
-            triton_norm.sum_squares(values, ours)
-            assert torch.equal(ours, expected)
+    # More than a launch takes, of two kinds, one of them empty.
+    sizes = [5000, 300_007, 0, 16 * 1024, *range(1, 2 * triton_norm.MAX_ROWS)]
+    made = [torch.randn(numel).to((torch.bfloat16, torch.float32)[numel % 3 == 0]) for numel in sizes]
+    expected, ours = torch.full((2, len(made), norm.LANES), torch.nan, dtype=torch.float64)
+    batch = adamw.Batch()
+    for values, lanes, ours_lanes in zip(made, expected, ours, strict=True):
+        norm.sum_squares_lanes(values, lanes)
+        triton_norm.sum_squares(values, ours_lanes, batch)
+    batch.run()
+    assert torch.equal(ours, expected)
+    squares = torch.empty(len(made), dtype=torch.float64)
+    triton_norm.combine_lanes(expected, squares)
+    assert torch.equal(squares, norm.combine_lanes(expected))
+    host, arrived = torch.arange(tables.TABLE_NUMEL) + 2**40, torch.zeros(tables.TABLE_NUMEL, dtype=torch.int64)
+    tables.copy_table_kernel[(1,)](host, arrived, 700, BLOCK=tables.TABLE_NUMEL)
+    assert torch.equal(arrived[:700], host[:700]) and not arrived[700:].any()
     print("same bits")

@@ -1,16 +1,14 @@
 """AdamW on CUDA, with fp32 or 8-bit states: the C++ kernels' operations in the same order, so the same bits.
 
-One launch updates many tensors, as a launch takes the host longer than the GPU needs for a norm's weights. Launched
-with `enable_fp_fusion=False` (a fused multiply-add rounds once where the CPU rounds twice); division and square root
-are the IEEE ones. state8.py and split.py describe the formats, scalars.py the update.
+One launch updates many tensors (tables.py), with `enable_fp_fusion=False` (a fused multiply-add rounds once where the
+CPU rounds twice); division and square root are the IEEE ones. state8.py and split.py describe the formats, scalars.py
+the update.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,6 +21,7 @@ from lazytrain_plugin.kernels.scalars import AdamWScalars
 from lazytrain_plugin.kernels.state8 import Moment8
 from lazytrain_plugin.kernels.triton import on_device
 from lazytrain_plugin.kernels.triton.coded_gradient import load_gradient, pointers
+from lazytrain_plugin.kernels.triton.tables import TYPES, Row, launches, length, pointer, row_of
 
 FP32_BLOCK = 1024
 # One quantization block in one warp: its scale is found without a barrier. On an H200 141 G parameters/s; 4 blocks in 4
@@ -31,13 +30,13 @@ BLOCKS_PER_PROGRAM = 1
 WARPS = 1
 
 MAX_ROWS = 64
-"""Tensors of a launch. What differs between them comes in a table of int64, a row for each."""
+"""Tensors of a launch."""
 SCALAR_NAMES = (
     "gradient_scale", "l2", "decay", "lerp_weight", "beta2", "one_minus_beta2", "inv_sqrt_bias2", "eps",
     "minus_step_size",
 )  # fmt: skip
 
-# Columns. The first is the tensor's first program; scalars are the bits of fp32.
+# Columns of the table; scalars are the bits of fp32.
 WEIGHTS, REMAINDERS, GRADIENTS, GRADIENT_STEPS = (tl.constexpr(column) for column in range(1, 5))
 FIRST_MOMENTS, SECOND_MOMENTS, FIRST_SCALES, SECOND_SCALES = (tl.constexpr(column) for column in range(5, 9))
 NUMEL, SEED0, SEED1, FIRST_INDEX, SCALARS = (tl.constexpr(column) for column in range(9, 14))
@@ -77,30 +76,6 @@ def store_weight(weight_ptr, remainder_ptr, offsets, inside, p, SPLIT: tl.conste
 
 
 @triton.jit
-def row_of(table_ptr, num_rows, MAX_ROWS: tl.constexpr):
-    """The row of the tensor that this program works on: the last one that begins here or before."""
-    rows = tl.arange(0, MAX_ROWS)
-    begins = tl.load(table_ptr + rows * COLUMNS, mask=rows < num_rows, other=0x7FFFFFFF)
-    return table_ptr + (tl.sum((begins <= tl.program_id(0)).to(tl.int32)) - 1) * COLUMNS
-
-
-@triton.jit
-def pointer(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    found = tl.load(row + COLUMN).to(tl.pointer_type(TYPE))
-    if ALIGNED:
-        found = tl.multiple_of(found, 16)
-    return found
-
-
-@triton.jit
-def length(row, ALIGNED: tl.constexpr):
-    numel = tl.load(row + NUMEL)
-    if ALIGNED:
-        numel = tl.multiple_of(numel, 16)
-    return numel
-
-
-@triton.jit
 def scalar(row, INDEX: tl.constexpr):
     return tl.load(row + SCALARS + INDEX).to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -131,7 +106,7 @@ def adamw_fp32_kernel(
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr,
     SPLIT: tl.constexpr, CODED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = row_of(table_ptr, num_rows, MAX_ROWS)
+    row = row_of(table_ptr, num_rows, COLUMNS, MAX_ROWS)
     weight_ptr = pointer(row, WEIGHTS, WEIGHT, ALIGNED)
     remainder_ptr = pointer(row, REMAINDERS, tl.int16, ALIGNED)
     gradient_ptr = pointer(row, GRADIENTS, GRADIENT, ALIGNED)
@@ -139,7 +114,7 @@ def adamw_fp32_kernel(
     exp_avg_ptr = pointer(row, FIRST_MOMENTS, tl.float32, ALIGNED)
     exp_avg_sq_ptr = pointer(row, SECOND_MOMENTS, tl.float32, ALIGNED)
     offsets = (tl.program_id(0) - tl.load(row)) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < length(row, ALIGNED)
+    inside = offsets < length(row, NUMEL, ALIGNED)
     p = load_weight(weight_ptr, remainder_ptr, offsets, inside, SPLIT)
     g = load_gradient(gradient_ptr, steps_ptr, offsets, inside, CODED)
     m = tl.load(exp_avg_ptr + offsets, mask=inside, other=0.0)
@@ -189,7 +164,7 @@ def adamw_8bit_kernel(
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, USE_L2: tl.constexpr, LERP_FROM_GRADIENT: tl.constexpr,
     SPLIT: tl.constexpr, CODED: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr, MAX_ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = row_of(table_ptr, num_rows, MAX_ROWS)
+    row = row_of(table_ptr, num_rows, COLUMNS, MAX_ROWS)
     weight_ptr = pointer(row, WEIGHTS, WEIGHT, ALIGNED)
     remainder_ptr = pointer(row, REMAINDERS, tl.int16, ALIGNED)
     gradient_ptr = pointer(row, GRADIENTS, GRADIENT, ALIGNED)
@@ -198,7 +173,7 @@ def adamw_8bit_kernel(
     m_scales_ptr = pointer(row, FIRST_SCALES, tl.float32, False)
     v_codes_ptr = pointer(row, SECOND_MOMENTS, tl.uint8, ALIGNED)
     v_scales_ptr = pointer(row, SECOND_SCALES, tl.float32, False)
-    numel = length(row, ALIGNED)
+    numel = length(row, NUMEL, ALIGNED)
     block = (tl.program_id(0) - tl.load(row)) * BLOCKS + tl.arange(0, BLOCKS)
     start = block * QUANTIZATION_BLOCK
     block_inside = start < numel
@@ -241,28 +216,7 @@ def _book_tensors(signed: bool, device: torch.device) -> tuple[torch.Tensor, tor
     return values, torch.tensor(book.decade_tables(), dtype=torch.float32, device=device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One tensor's update: a row of the table, and what must be alike in one launch."""
-
-    num_programs: int
-    device: torch.device
-    row: list[int]
-    """Without the first column."""
-    switches: dict[str, object]
-    tensors: tuple[torch.Tensor | None, ...]
-    """What the row's addresses are of: alive until the launch."""
-
-
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.int8: tl.int8,
-    torch.int16: tl.int16,
-}
-
-
-def _item(
+def _row(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
     gradient: torch.Tensor | CodedGradient,
@@ -270,7 +224,7 @@ def _item(
     scalars: AdamWScalars,
     elements_per_program: int,
     *noise: int,
-) -> _Item:
+) -> Row:
     """`moments`: first, second, and the scales of both; `noise`: two seeds and the index of the first element."""
     values, steps, coded = pointers(gradient)
     tensors = (weight, remainder, values, steps if coded else None, *moments)
@@ -279,7 +233,7 @@ def _item(
     floats = struct.unpack("9i", struct.pack("9f", *(getattr(scalars, name) for name in SCALAR_NAMES)))
     switches = {
         "WEIGHT": tl.int16 if remainder is not None else tl.float32,
-        "GRADIENT": _TYPES[values.dtype],
+        "GRADIENT": TYPES[values.dtype],
         "USE_L2": scalars.use_l2,
         "LERP_FROM_GRADIENT": scalars.lerp_from_gradient,
         "SPLIT": remainder is not None,
@@ -287,30 +241,13 @@ def _item(
         # Scales are read one by one.
         "ALIGNED": numel % 16 == 0 and all(address % 16 == 0 for address in addresses[:6]),
     }
-    return _Item(
+    return Row(
         num_programs=triton.cdiv(numel, elements_per_program),
         device=weight.device,
-        row=[*addresses, numel, *(noise or (0, 0, 0)), *floats],
+        values=[*addresses, numel, *(noise or (0, 0, 0)), *floats],
         switches=switches,
         tensors=tensors,
     )
-
-
-def _launches(items: list[_Item]) -> Iterator[tuple[torch.Tensor, int, tuple[int], dict[str, object]]]:
-    """Table, rows, grid and switches of each launch."""
-    kinds: dict[tuple, list[_Item]] = {}
-    for item in items:
-        kinds.setdefault((item.device, *item.switches.values()), []).append(item)
-    for alike in kinds.values():
-        for first in range(0, len(alike), MAX_ROWS):
-            rows, begin = [], 0
-            for item in alike[first : first + MAX_ROWS]:
-                rows.append([begin, *item.row])
-                begin += item.num_programs
-            table = torch.tensor(rows, dtype=torch.int64)
-            if alike[0].device.type == "cuda":
-                table = table.pin_memory().to(alike[0].device, non_blocking=True)
-            yield table, len(rows), (begin,), {**alike[0].switches, "MAX_ROWS": MAX_ROWS, "enable_fp_fusion": False}
 
 
 def adamw_fp32(
@@ -324,13 +261,15 @@ def adamw_fp32(
 ) -> None:
     if weight.numel():
         moments = (exp_avg, exp_avg_sq, None, None)
-        run_or_add(_update_fp32, _item(weight, remainder, gradient, moments, scalars, FP32_BLOCK), batch)
+        run_or_add(_update_fp32, _row(weight, remainder, gradient, moments, scalars, FP32_BLOCK), batch)
 
 
-def _update_fp32(items: list[_Item]) -> None:
-    for table, num_rows, grid, switches in _launches(items):
-        with on_device(table.device):
-            adamw_fp32_kernel[grid](table, num_rows, **switches, BLOCK=FP32_BLOCK)
+def _update_fp32(rows: list[Row]) -> None:
+    for launch in launches(rows, MAX_ROWS):
+        with on_device(launch.table.device):
+            adamw_fp32_kernel[(launch.num_programs,)](
+                launch.table, launch.num_rows, **launch.switches, BLOCK=FP32_BLOCK, enable_fp_fusion=False
+            )
 
 
 def adamw_8bit(
@@ -347,16 +286,17 @@ def adamw_8bit(
     if weight.numel():
         moments = (exp_avg.codes, exp_avg_sq.codes, exp_avg.scales, exp_avg_sq.scales)
         elements = BLOCKS_PER_PROGRAM * state8.BLOCK
-        item = _item(weight, remainder, gradient, moments, scalars, elements, *seeds, first_index)
-        run_or_add(_update_8bit, item, batch)
+        row = _row(weight, remainder, gradient, moments, scalars, elements, *seeds, first_index)
+        run_or_add(_update_8bit, row, batch)
 
 
-def _update_8bit(items: list[_Item]) -> None:
+def _update_8bit(rows: list[Row]) -> None:
     signed, unsigned = state8.code_book(True), state8.code_book(False)
-    for table, num_rows, grid, switches in _launches(items):
-        with on_device(table.device):
-            adamw_8bit_kernel[grid](
-                table, num_rows, *_book_tensors(True, table.device), *_book_tensors(False, table.device),
+    for launch in launches(rows, MAX_ROWS):
+        device = launch.table.device
+        with on_device(device):
+            adamw_8bit_kernel[(launch.num_programs,)](
+                launch.table, launch.num_rows, *_book_tensors(True, device), *_book_tensors(False, device),
                 signed.top, signed.extreme, unsigned.top, unsigned.extreme,
-                **switches, BLOCKS=BLOCKS_PER_PROGRAM, num_warps=WARPS,
+                **launch.switches, BLOCKS=BLOCKS_PER_PROGRAM, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
