@@ -91,10 +91,15 @@ def compare_stage_3(interface):
     measured = measure(engines, interface)
     norms = {name: float(engine.get_global_grad_norm()) for name, engine in engines.items()}
     exchange = engines["lazytrain"].lazytrain.executor.exchange
+    planned = {}
+    if dist.get_rank() == 0:  # which has the planner
+        times = {name: engines[name]._planner.predicted(engines[name].lazytrain.executor.plan) for name in blocks}
+        planned = {name: predicted.busy_s["exchange"] for name, predicted in times.items()}
     for engine in engines.values():
         engine.destroy()
     threshold = exchange.between.smallest_bucket_elements
-    return {**measured, "norms": norms, "reducer": describe_exchange(exchange), "threshold": threshold}
+    said = {"reducer": describe_exchange(exchange), "planned_exchange_seconds": planned}
+    return {**measured, "norms": norms, "threshold": threshold, **said}
 
 
 def measure(engines, interface):

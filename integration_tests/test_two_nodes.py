@@ -45,6 +45,13 @@ def test_the_engine_at_stage_3(measured):
     assert sent["lazytrain"] < 0.3 * sent["fp32"] and "in 8-bit codes" in arm["reducer"]
 
 
+@pytest.mark.parametrize("arm", ["lazytrain", "fp32"])
+def test_the_plan_knows_the_network(measured, arm):
+    """The exchange that it predicts from the links as measured is nearly all of the step."""
+    found = measured["stage 3"]
+    assert found["seconds"][arm] == pytest.approx(found["planned_exchange_seconds"][arm], rel=0.3)
+
+
 def test_nodes_and_threshold_are_found(measured):
     for arm in measured.values():
         assert 0 < arm["threshold"] < arm["elements"]

@@ -21,3 +21,8 @@ def align_up(value: int, alignment: int) -> int:
 def gib_to_bytes(gib: float | None) -> int | None:
     """Bytes of a size in GiB; None stays None."""
     return None if gib is None else int(gib * GIB)
+
+
+def gbit_to_bytes_per_s(gbit: float) -> float:
+    """Bytes per second of a bandwidth in Gbit/s."""
+    return gbit * 1e9 / 8

@@ -116,8 +116,7 @@ class BetweenNodes:
         self._stats = CommStats()
         if self.off_because is None and smallest_bucket_elements is None:
             if hops.smallest_coded_elements is None:
-                hops.smallest_coded_elements, _ = threshold.measure(self._timed_run, hops.slowest)
-                self._stats = CommStats()
+                hops.smallest_coded_elements, _ = threshold.measure(self.timed_run, hops.slowest)
             self.smallest_bucket_elements = hops.smallest_coded_elements
 
     def stats(self) -> CommStats:
@@ -176,7 +175,9 @@ class BetweenNodes:
         mean_out.copy_(total.div_(divisor))
 
     @torch.no_grad()
-    def _timed_run(self, numel: int, quantized: bool) -> None:
+    def timed_run(self, numel: int, quantized: bool) -> None:
+        """Averages a made-up bucket of so many elements, over all ranks of a node, in codes or in fp32."""
+        before = self._stats.copy()
         device, share = self._hops.device, -(-numel // self._hops.ranks_per_node)
         generator = torch.Generator(device).manual_seed(numel)
         values = torch.randn(share, device=device, generator=generator)
@@ -184,3 +185,4 @@ class BetweenNodes:
         overlapped(self.mean(part, 1.0, part, coded=quantized) for part in values.split(size))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        self._stats = before

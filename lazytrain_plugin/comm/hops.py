@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,8 @@ class Hops:
         self.ranks_per_node, self.nodes = len(node), len(nodes)
         self.smallest_coded_elements: int | None = None
         """From which size on codes are the faster between these nodes, once that was measured."""
+        self.lines: dict[str, Any] = {}
+        """What exchanges over these groups take, once that was measured (comm/links.py)."""
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         members = tuple(self.ranks[rank] for rank in ranks)

@@ -244,6 +244,11 @@ class GradientCommConfig:
         None,
         Rule(kind="integer", nullable=True, at_least=0),
     )
+    network_gbit: float | None = option(
+        "a node's link to the others in Gbit/s each way, for the plan; null: measured at the start",
+        None,
+        Rule(kind="number", nullable=True, above=0),
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

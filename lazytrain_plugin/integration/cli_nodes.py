@@ -11,20 +11,20 @@ from rich.text import Text
 from lazytrain_plugin.comm.predict import TABLE_LATENCY_S, coded_bytes_per_element, predicted_speedup
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.accounting import account
-from lazytrain_plugin.plan.network import Cluster, predict_step
+from lazytrain_plugin.plan.cluster import FP32_WIRE_BYTES, Cluster
+from lazytrain_plugin.plan.network import predict_step
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.profile.hardware import HardwareProfile
-from lazytrain_plugin.units import MIB, format_bytes
+from lazytrain_plugin.units import MIB, format_bytes, gbit_to_bytes_per_s
 from lazytrain_plugin.vocab import Fidelity
 
-GBIT = 1e9 / 8
 EXAMPLE_BYTES = {"32 MiB": 32 * MIB, "32 KiB": 32 * 1024}
 
 
 def wire_bytes_per_element(nodes: int) -> dict[int, float]:
-    """Both ways of an all-reduce: in codes, or in bf16."""
-    return {8: coded_bytes_per_element(nodes), 16: 2 * 2}
+    """Both ways of an all-reduce: in codes, or sums in fp32, as `gradient_comm.bits` says."""
+    return {8: coded_bytes_per_element(nodes), 16: FP32_WIRE_BYTES}
 
 
 def cluster_of(
@@ -52,16 +52,16 @@ def cluster_of(
     return Cluster(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
-        network_bytes_per_s=network_gbit * GBIT if network_gbit is not None else pcie_bytes_per_s,
-        inside_bytes_per_s=inside_gbit * GBIT if inside_gbit is not None else pcie_bytes_per_s,
+        network_bytes_per_s=gbit_to_bytes_per_s(network_gbit) if network_gbit is not None else pcie_bytes_per_s,
+        inside_bytes_per_s=gbit_to_bytes_per_s(inside_gbit) if inside_gbit is not None else pcie_bytes_per_s,
         wire_bytes_per_element=wire_bytes_per_element(nodes)[bits],
         latency_s=TABLE_LATENCY_S,
     )
 
 
 def explain_cluster(problem: PlacementProblem, plan: PlacementPlan, cluster: Cluster) -> Group:
-    """The step of the whole job, with gradients in codes and in bf16, and what an all-reduce by itself would gain."""
-    gbit, inside = cluster.network_bytes_per_s / GBIT, cluster.inside_bytes_per_s / GBIT
+    """The step of the whole job, with gradients in codes and in fp32, and what an all-reduce by itself would gain."""
+    gbit, inside = (rate * 8 / 1e9 for rate in (cluster.network_bytes_per_s, cluster.inside_bytes_per_s))
     links = f"{gbit:g} Gbit/s between nodes, " if cluster.nodes > 1 else ""
     title = f"{cluster.nodes} x {cluster.ranks_per_node} ranks, {links}{inside:.0f} Gbit/s inside a node"
     table = Table(title=title, title_justify="left")
@@ -72,7 +72,7 @@ def explain_cluster(problem: PlacementProblem, plan: PlacementPlan, cluster: Clu
         times = predict_step(problem, plan, variant)
         planned = " (planned)" if wire_bytes == cluster.wire_bytes_per_element else ""
         table.add_row(
-            f"{bits} bit{planned}",
+            f"{bits} bit{planned}" if bits == 8 else f"{bits} bit, sums in fp32{planned}",
             format_bytes(times.wire_bytes),
             f"{times.network_s:.3f} s",
             f"{times.exposed_s:.3f} s",

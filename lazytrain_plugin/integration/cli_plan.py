@@ -21,7 +21,6 @@ from lazytrain_plugin.plan.explain_measured import explain_measured, planned_eve
 from lazytrain_plugin.plan.explain_unit import explain_choice
 from lazytrain_plugin.plan.fidelity import advise, lossy_choices
 from lazytrain_plugin.plan.measured import MeasuredTrace, compare_kinds, compare_resources
-from lazytrain_plugin.plan.network import plan_for_cluster
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
@@ -110,10 +109,8 @@ def plan_command(
         elif nvme_write_gib_per_day is not None:
             raise ConfigError("--nvme-write-gib-per-day limits what --nvme-gib allows to use; give both")
         cluster = cluster_of(machine, fidelity, nodes, ranks_per_node, network_gbit, inside_gbit, gradient_bits)
-        if cluster is not None:
-            plan, _, _ = plan_for_cluster(profile, machine, request, cluster, planner=make_plan)
-        else:
-            plan = make_plan(profile, machine, request)
+        request = replace(request, cluster=cluster)
+        plan = make_plan(profile, machine, request)
         ledger = check_plan(plan, profile, machine, request)
         problem = build_problem(profile, machine, request)
         if out is not None:

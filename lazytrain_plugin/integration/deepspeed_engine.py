@@ -31,6 +31,7 @@ from lazytrain_plugin.integration.planning import Planner, count_tokens
 from lazytrain_plugin.integration.several_ranks import (
     AgreedPlanner,
     describe_exchange,
+    links_of,
     make_between_nodes,
     make_rank_group,
     refuse_for_several_ranks,
@@ -120,6 +121,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         self._modules_around_units = modules_around(self.module, [unit.name for unit in found.units])
         refuse_compiled(self._modules_around_units)
         turn_off_gradient_checkpointing(self.module)
+        between = None if ranks is None else make_between_nodes(ranks, config)
         make_planner = functools.partial(
             Planner,
             config,
@@ -132,6 +134,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             native=updater is None or updater.native,
             least_tokens=self.train_micro_batch_size_per_gpu(),
             ranks=ranks,
+            links=None if ranks is None else links_of(ranks, between, config),
         )
         if ranks is None:
             self._planner = make_planner()
@@ -150,7 +153,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
                 nvme=nvme_tier(config, local_world_size=local_size),
                 ranks=ranks,
                 average_gradients=self.gradient_average,
-                between_nodes=None if ranks is None else make_between_nodes(ranks, config),
+                between_nodes=between,
             )
         self._watchdog = Watchdog(config.watchdog_s, self.global_rank)
         self._plan_watch = PlanWatch(executor, self.gradient_accumulation_steps())

@@ -115,6 +115,9 @@ class PlanCache:
             # Other users' files come and go.
             nvme_bytes=hardware.nvme_bytes // DISK_GRAIN_BYTES * DISK_GRAIN_BYTES,
         )
+        if request.cluster is not None:
+            # Measured anew in each run; what a step takes is predicted with what this one found.
+            request = replace(request, cluster=request.cluster.rounded())
         question = repr(sorted(asdict(request).items(), key=lambda item: item[0]))
         return self._folder / f"plan-{self._key(model, rounded, question)}.json"
 

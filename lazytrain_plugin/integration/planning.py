@@ -19,6 +19,7 @@ from lazytrain_plugin.integration.training_request import training_machine, trai
 from lazytrain_plugin.integration.unit_times import scaled, timed_profile
 from lazytrain_plugin.plan.background import BackgroundSolve
 from lazytrain_plugin.plan.check import load_plan_file
+from lazytrain_plugin.plan.cluster import Cluster
 from lazytrain_plugin.plan.fidelity import lossy_choices
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
@@ -60,9 +61,11 @@ class Planner:
         native: bool = True,
         least_tokens: int = 1,
         ranks: RankGroup | None = None,
+        links: Cluster | None = None,
     ) -> None:
         self._config = config
         self._ranks = ranks
+        self._links = links
         self._discovery = discovery
         self._device = device
         self._state_bits = state_bits
@@ -219,7 +222,7 @@ class Planner:
             native=self._native,
         )
         if self._ranks is not None:
-            request = several_ranks.shared_request(request, self._ranks)
+            request = several_ranks.shared_request(request, self._ranks, self._links)
         if self._compiled:
             strategies = request.capabilities.strategies & WHOLE_STRATEGIES
             capabilities = replace(request.capabilities, strategies=strategies)

@@ -12,9 +12,12 @@ from torch import distributed as dist
 
 from lazytrain_plugin.comm import threshold
 from lazytrain_plugin.comm.between_nodes import BetweenNodes
+from lazytrain_plugin.comm.links import Line, measure_links
+from lazytrain_plugin.comm.predict import TABLE_LATENCY_S, coded_bytes_per_element
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.plan.cluster import FP32_WIRE_BYTES, Cluster
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import StepTimes
@@ -22,7 +25,7 @@ from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.runtime.gradient_exchange import GradientExchange
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW
-from lazytrain_plugin.units import format_bytes
+from lazytrain_plugin.units import format_bytes, gbit_to_bytes_per_s
 
 if TYPE_CHECKING:
     from lazytrain_plugin.integration.plan_watch import ObservedStep
@@ -68,6 +71,65 @@ def make_between_nodes(ranks: RankGroup, config: LazyTrainConfig) -> BetweenNode
     return BetweenNodes(ranks.hops, config.wire_gradient_bits, config.gradient_comm.smallest_bucket_elements)
 
 
+def links_of(ranks: RankGroup, between: BetweenNodes, config: LazyTrainConfig) -> Cluster | None:
+    """The links on which gradients meet, as measured by all ranks or given; None where a plan is given.
+
+    Every rank calls it at the same point.
+    """
+    if config.plan.path is not None:
+        return None
+    nodes, local = ranks.num_nodes, ranks.local_size
+    given_gbit = config.gradient_comm.network_gbit
+    links = measure_links(ranks.hops, between, network=given_gbit is None)
+    in_codes = between.off_because is None and between.smallest_bucket_elements < threshold.NEVER
+    wire_bytes = coded_bytes_per_element(nodes) if in_codes else FP32_WIRE_BYTES
+    if given_gbit is not None:
+        each = {"network_bytes_per_s": gbit_to_bytes_per_s(given_gbit), "latency_s": TABLE_LATENCY_S}
+    else:
+        fp32, coded = (_rate(line, (nodes - 1) / nodes * size) for line, size in (
+            (links.fp32, FP32_WIRE_BYTES), (links.coded, wire_bytes)))  # fmt: skip
+        network_bytes_per_s, latency_s = coded if links.coded is not None else fp32
+        each = {
+            "network_bytes_per_s": network_bytes_per_s,
+            "latency_s": latency_s,
+            "fp32_bytes_per_s": fp32[0],
+            "fp32_latency_s": fp32[1],
+        }
+    inside_bytes_per_s, inside_latency_s = _rate(links.inside, (local - 1) / local * torch.bfloat16.itemsize)
+    cluster = Cluster(
+        nodes=nodes,
+        ranks_per_node=local,
+        inside_bytes_per_s=inside_bytes_per_s,
+        inside_latency_s=inside_latency_s,
+        wire_bytes_per_element=wire_bytes,
+        fp32_below_elements=between.smallest_bucket_elements if in_codes else 0,
+        **each,
+    )
+    logger.info("links of this job: %s", _describe_links(cluster, given=given_gbit is not None))
+    return cluster
+
+
+NO_LINK_BYTES_PER_S = 1e15
+"""Where nothing crosses."""
+
+
+def _rate(line: Line | None, element_bytes: float) -> tuple[float, float]:
+    """Bytes per second and latency of a way on which each element of a unit sends so many bytes."""
+    if line is None or not element_bytes:
+        return NO_LINK_BYTES_PER_S, 0.0
+    return element_bytes / line.element_s, line.latency_s
+
+
+def _describe_links(cluster: Cluster, *, given: bool) -> str:
+    parts = []
+    if cluster.nodes > 1:
+        source = "given" if given else "measured, the making of what is sent included"
+        parts.append(f"{cluster.network_bytes_per_s * 8 / 1e9:.3g} Gbit/s between nodes ({source})")
+    if cluster.ranks_per_node > 1:
+        parts.append(f"{cluster.inside_bytes_per_s / 1e9:.3g} GB/s inside a node (measured)")
+    return ", ".join(parts)
+
+
 def describe_exchange(exchange: GradientExchange) -> str:
     """What nodes send each other, in which format, once a plan is placed."""
     between, sizes = exchange.between, [unit.layout.state_numel for unit in exchange.units]
@@ -106,10 +168,12 @@ def shared_hardware(profile: HardwareProfile, ranks: RankGroup) -> HardwareProfi
     return replace(profile, cpu_bytes=profile.cpu_bytes * size, cpu_free_bytes=profile.cpu_free_bytes * size, **rates)
 
 
-def shared_request(request: PlanRequest, ranks: RankGroup) -> PlanRequest:
+def shared_request(request: PlanRequest, ranks: RankGroup, links: Cluster | None) -> PlanRequest:
     """What is asked of the planner where ranks of a machine train together: nothing that they can't carry out."""
     capabilities = replace(request.capabilities, nvme=False)
-    return replace(request, local_ranks=ranks.local_size, nodes=ranks.num_nodes, capabilities=capabilities)
+    return replace(
+        request, local_ranks=ranks.local_size, nodes=ranks.num_nodes, cluster=links, capabilities=capabilities
+    )
 
 
 class AgreedPlanner:

@@ -116,6 +116,12 @@ def sends_gradients(cost: UnitCost, unit: UnitPlan) -> bool:
     return unit.states != Tier.GPU and cost.num_trainable > 0
 
 
+def exchange_s(cost: UnitCost, unit: UnitPlan) -> float:
+    """What one micro-batch's gradients take to meet those of other ranks; means are gathered where every rank updates
+    the whole unit."""
+    return cost.exchange_s + (0.0 if sends_gradients(cost, unit) else cost.gather_s)
+
+
 def offloaded_bytes(cost: UnitCost, unit: UnitPlan, tiers: Sequence[Tier] = (Tier.CPU, Tier.NVME)) -> int:
     """What leaves the GPU for `tiers` after a unit's forward and comes back for its backward."""
     boundary = cost.boundary_bytes_in(unit.boundary_bits) if unit.boundary in tiers else 0

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Resource(StrEnum):
-    """What works in parallel with the others; `WORKER` is the CPU that updates."""
+    """What works in parallel with the others; `WORKER` is the CPU that updates, `EXCHANGE` the links between ranks."""
 
     COMPUTE = "compute"
     H2D = "h2d"
@@ -16,6 +16,7 @@ class Resource(StrEnum):
     WORKER = "worker"
     NVME_READ = "nvme_read"
     NVME_WRITE = "nvme_write"
+    EXCHANGE = "exchange"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lazytrain_plugin.plan.accounting import (
+    exchange_s,
     is_streamed,
     offloaded_bytes,
     sends_gradients,
@@ -40,6 +41,8 @@ class Facts:
     return_s: float
     backward_s: float
     """With the recompute."""
+    meets_s: float
+    """Of its gradients with those of other ranks."""
     send_s: float
     add_s: float
     gpu_update_s: float
@@ -87,6 +90,7 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         leave_s=problem.d2h_s(offloaded),
         return_s=problem.h2d_s(offloaded),
         backward_s=cost.recompute_s(unit.activations) + cost.backward_s,
+        meets_s=exchange_s(cost, unit),
         send_s=cost.gradient_d2h_s,
         add_s=cost.accumulate_s,
         gpu_update_s=cost.gpu_update_s,

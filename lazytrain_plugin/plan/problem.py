@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.plan.cluster import on_cluster
 from lazytrain_plugin.plan.formats import GradientErrors, coding_flop
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.unit_cost import STEM_STAGING_BYTES, StrategyCost, UnitCost
@@ -116,6 +117,11 @@ class PlacementProblem:
         return self.local_ranks > 1
 
     @property
+    def exchanges(self) -> bool:
+        """Gradients meet those of other ranks, on links that are known."""
+        return any(cost.exchange_s or cost.gather_s for cost in (*self.units, *self.stem))
+
+    @property
     def has_nvme(self) -> bool:
         return self.capabilities.nvme and self.nvme_budget_bytes > 0
 
@@ -160,7 +166,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         cost = _with_codes(cost, unit, hardware, request)
         return cost if ranks == 1 else cost.divided(ranks)
 
-    return PlacementProblem(
+    problem = PlacementProblem(
         units=tuple(cost(unit) for unit in model.units),
         stem=tuple(cost(unit) for unit in model.stem),
         has_gpu=hardware.has_gpu,
@@ -194,6 +200,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         local_ranks=ranks,
         exchange_bytes=_exchange_bytes(model, request),
     )
+    return problem if request.cluster is None else on_cluster(problem, request.cluster)
 
 
 def _exchange_bytes(model: ModelProfile, request: PlanRequest) -> int:

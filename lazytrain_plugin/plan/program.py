@@ -65,6 +65,7 @@ def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.V
     timing_forward.add_forward_returns(model, problem, v)
     timing_backward.add_backward_weights(model, problem, v)
     timing_backward.add_backward(model, problem, v)
+    timing_backward.add_exchange(model, problem, v)
     timing_backward.add_gradients(model, problem, v)
     timing_backward.add_accumulation(model, problem, v)
     timing_backward.add_repeated_forward(model, problem, v)

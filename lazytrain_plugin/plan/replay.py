@@ -21,7 +21,7 @@ from lazytrain_plugin.plan.accounting import (
 from lazytrain_plugin.plan.facts import FROZEN, ON_GPU, ON_WORKER, PASSING, Facts, facts_of
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
-from lazytrain_plugin.plan.simulate import NEEDED_FIRST, simulate
+from lazytrain_plugin.plan.simulate import MEANS, NEEDED_FIRST, simulate
 from lazytrain_plugin.profile.model import UnitRole
 
 
@@ -187,6 +187,7 @@ class Judge:
             for micro in range(self.problem.accumulation_steps):
                 replay.forward(first, last, loss, fresh=micro == 0)
                 end_s = replay.backward(heads, others)
+            end_s = replay.compute_s = max(replay.compute_s, replay.exchange_s)
         return end_s - begin_s
 
 
@@ -196,7 +197,7 @@ class _Replay:
     def __init__(self, units: list[Facts], stem: list[Facts], plan: Judged) -> None:
         self.units = units
         count = len(units) + len(stem)
-        self.compute_s = self.h2d_s = self.d2h_s = self.worker_s = 0.0
+        self.compute_s = self.h2d_s = self.d2h_s = self.worker_s = self.exchange_s = 0.0
         self.gradient_s = [0.0] * count
         self.weight_s = [0.0] * count
         self.back_s = [0.0] * count
@@ -205,6 +206,7 @@ class _Replay:
         self.free_slots = [0.0] * plan.weight_slots
         self.sent: deque[float] = deque([0.0] * max(1, plan.gradient_slots - 1), maxlen=max(1, plan.gradient_slots - 1))
         self.waits_for_sends = plan.gradient_slots > 1
+        self.means: deque[float] = deque([0.0] * MEANS, maxlen=MEANS)
         self.states: deque[float] = deque([0.0] * plan.state_slots, maxlen=plan.state_slots)
         self.states_back_s = 0.0
         self.crossing: deque[tuple[float, float]] = deque()
@@ -283,17 +285,17 @@ class _Replay:
                 self.h2d_s = start_s + fact.return_s
                 ready_s = max(ready_s, self.h2d_s)
             end_s = (self.compute_s if self.compute_s > ready_s else ready_s) + fact.backward_s
-            if fact.sends and self.waits_for_sends and sent[0] > end_s:
+            computed_s = end_s
+            if (fact.sends or fact.meets_s) and self.waits_for_sends and sent[0] > end_s:
                 end_s = sent[0]
             self.compute_s = end_s
             if fact.streamed:
                 self._used_slot(place, end_s)
             if fact.leaves:
                 returning.append(end_s)
-            if fact.sends:
-                sent.append(self._gradient(place, fact, end_s))
-            else:
-                self.gradient_s[place] = end_s
+            sent_s = self._gradient(place, fact, computed_s)
+            if fact.sends and not fact.meets_s:
+                sent.append(sent_s)
         for place, fact in others:
             self._gradient(place, fact, end_s)
         return end_s
@@ -323,10 +325,19 @@ class _Replay:
 
     def _gradient(self, place: int, fact: Facts, computed_s: float) -> float:
         """When the gradients have left the GPU."""
+        meets_s = fact.meets_s
+        if meets_s:
+            start_s = computed_s if computed_s > self.exchange_s else self.exchange_s
+            if fact.sends and self.means[0] > start_s:
+                start_s = self.means[0]
+            computed_s = self.exchange_s = start_s + meets_s
+            self.sent.append(computed_s)
         if not fact.sends:
             self.gradient_s[place] = computed_s
             return computed_s
         sent_s = self.d2h_s = (self.d2h_s if self.d2h_s > computed_s else computed_s) + fact.send_s
+        if meets_s:
+            self.means.append(sent_s)
         if fact.add_s:
             self.worker_s = self.gradient_s[place] = max(self.worker_s, sent_s) + fact.add_s
         else:

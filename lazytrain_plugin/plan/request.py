@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.plan.cluster import Cluster
 from lazytrain_plugin.units import GIB
 from lazytrain_plugin.vocab import LEAST_ACTIVATION_BITS, Activations, Fidelity
 
@@ -92,6 +93,8 @@ class PlanRequest:
     memory and NVMe are the machine's, for all of them; what is asked for otherwise is one rank's."""
     nodes: int = 1
     """Machines like this one, each with a copy of the model."""
+    cluster: Cluster | None = None
+    """The links on which those ranks exchange gradients; None: that is taken to cost nothing."""
     evaluation_tokens: int | None = None
     """Tokens of an evaluation batch whose logits exist all at once; None: no evaluation is planned for."""
     capabilities: Capabilities = RUNTIME_CAPABILITIES
@@ -122,6 +125,11 @@ class PlanRequest:
             raise ConfigError(
                 f"max_tokens is {self.max_tokens}, accumulation_steps {self.accumulation_steps}, evaluation_tokens "
                 f"{self.evaluation_tokens}, local_ranks {self.local_ranks} and nodes {self.nodes}; each is at least 1"
+            )
+        if self.cluster is not None and self.cluster.ranks != self.local_ranks * self.nodes:
+            raise ConfigError(
+                f"the links are those of {self.cluster.nodes} nodes of {self.cluster.ranks_per_node} ranks, and the "
+                f"plan is for {self.nodes} of {self.local_ranks}; give the same numbers"
             )
         for tier in ("gpu", "cpu", "nvme"):
             budget_bytes = getattr(self, f"{tier}_budget_bytes")

@@ -1,8 +1,9 @@
 """Replays a plan as a discrete-event simulation: when does each copy, computation and update of a step end?
 
 Resources work in parallel, each in program order (FIFO): compute, H2D, D2H, the host's update worker, reads from and
-writes to NVMe. An operation starts when its resource is free and everything it depends on has ended. Because the order
-on each resource is fixed, visiting operations in program order is the event simulation: no queue is needed.
+writes to NVMe, and the links on which ranks exchange gradients. An operation starts when its resource is free and
+everything it depends on has ended. Because the order on each resource is fixed, visiting operations in program order is
+the event simulation: no queue is needed.
 Several steps are replayed, and the time between the ends of the last two is the step time of the steady state (updates
 of one step run under the forward of the next).
 """
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lazytrain_plugin.plan.accounting import (
+    exchange_s,
     is_streamed,
     nvme_staged_bytes,
     offloaded_bytes,
@@ -31,6 +33,10 @@ from lazytrain_plugin.vocab import Tier, Updater
 
 NEEDED_FIRST = (UnitRole.EMBEDDING, UnitRole.REST)
 """Stem units whose weights the forward needs before its first layer; small tensors are there early at no cost."""
+
+
+MEANS = 2
+"""Parts of exchanged gradients that a rank holds at a time: one is made while one is on its way home."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,8 @@ class _Step:
         self.free_slots: list[float] = [0.0] * plan.weight_slots
         """When each slot that holds nothing of use became free."""
         self.gradients = Ring(plan.gradient_slots - 1)
+        self.means = Ring(MEANS)
+        """This rank's parts of what ranks have exchanged, until they are home."""
         self.states: deque[float] = deque([0.0] * plan.state_slots, maxlen=plan.state_slots)
         """When the last chunks of streamed states had left their slots."""
         self.states_back_s = 0.0
@@ -188,14 +196,13 @@ class _Step:
                 continue
             compute_s = cost.recompute_s(unit.activations) + cost.backward_s
             end_s = self.clock.run(f"backward {cost.name}", Resource.COMPUTE, compute_s, ready_s)
-            if sends_gradients(cost, unit):
+            computed_s = end_s
+            if sends_gradients(cost, unit) or exchange_s(cost, unit):
                 # The unit's own gradients take one place; with all others still on their way the stream waits.
                 end_s = self.clock.wait(Resource.COMPUTE, self.gradients.free_s())
             self._used_slot(cost, unit, end_s)
             self.activations.used(cost, unit, end_s)
-            self._gradient(cost, unit, end_s)
-            if sends_gradients(cost, unit):
-                self.gradients.use(self.gradient_s[f"sent {cost.name}"])
+            self._gradient(cost, unit, computed_s)
         for cost, unit in self.stem:
             if cost.role != UnitRole.HEAD:
                 self._gradient(cost, unit, end_s)
@@ -288,13 +295,23 @@ class _Step:
             self.slots[cost.name] = max(end_s, self.back_s.pop(cost.name, 0.0))
 
     def _gradient(self, cost: UnitCost, unit: UnitPlan, computed_s: float) -> None:
-        if not sends_gradients(cost, unit):
+        meets_s, sends, is_unit = exchange_s(cost, unit), sends_gradients(cost, unit), cost.role == UnitRole.LAYER
+        if meets_s:
+            slot_s = self.means.free_s() if sends else 0.0
+            computed_s = self.clock.run(
+                f"exchange {cost.name}", Resource.EXCHANGE, meets_s, computed_s, slot_s, num_bytes=cost.gradient_bytes
+            )
+            self.gradients.use(computed_s)
+        if not sends:
             self.gradient_s[cost.name] = computed_s
             return
         sent_s = self.clock.run(
             f"gradients {cost.name}", Resource.D2H, cost.gradient_d2h_s, computed_s, num_bytes=cost.gradient_bytes
         )
-        self.gradient_s[f"sent {cost.name}"] = sent_s
+        if meets_s:
+            self.means.use(sent_s)
+        elif is_unit:
+            self.gradients.use(sent_s)
         self.gradient_s[cost.name] = (
             self.clock.run(f"accumulate {cost.name}", Resource.WORKER, cost.accumulate_s, sent_s)
             if cost.accumulate_s
@@ -359,6 +376,9 @@ def simulate(
             micro_s = end_s
             loss_s = step.forward(fresh=micro == 0)
             end_s = step.backward()
+            if micro + 1 == problem.accumulation_steps or not problem.has_gpu:
+                # The clip factor needs all gradients; a CPU also waits for those of each micro-batch.
+                end_s = clock.wait(Resource.COMPUTE, clock.free_s[Resource.EXCHANGE])
             forward_s += loss_s - micro_s
             backward_s += end_s - loss_s
     busy = {resource.value: clock.busy_s[resource] - busy_before[resource] for resource in Resource}

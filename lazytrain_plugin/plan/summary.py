@@ -21,6 +21,7 @@ RESOURCE_NAMES = {
     Resource.WORKER: "CPU updates",
     Resource.NVME_READ: "NVMe reads",
     Resource.NVME_WRITE: "NVMe writes",
+    Resource.EXCHANGE: "exchange of gradients",
 }
 
 

@@ -25,6 +25,7 @@ LANE_NAMES = {
     Resource.WORKER: "CPU update",
     Resource.NVME_READ: "NVMe read",
     Resource.NVME_WRITE: "NVMe write",
+    Resource.EXCHANGE: "between ranks",
 }
 SHORTEST_WAIT_FRAC = 1e-4
 """Of the step; gaps below are rounding."""

@@ -11,12 +11,14 @@ from lazytrain_plugin.plan.capacity import offloaded_mib
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
 from lazytrain_plugin.plan.program_inputs import again_ms, nvme_input_mib
+from lazytrain_plugin.plan.simulate import MEANS
 from lazytrain_plugin.plan.timing_forward import (
     has_streams,
     last_sent_ms,
     loss_ms,
     returns_weights,
     stem_indices,
+    tail_ms,
     worker_ms,
 )
 from lazytrain_plugin.plan.variables import Expression, Variables
@@ -81,10 +83,11 @@ def add_backward(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
 
     backward(u) >= backward(u+1)       + backward time + recompute(u)
     backward(u) >= backward_weights(u) + backward time + recompute(u), `returned(u)` where activations may leave
-    backward(u) >= sent(u+R-1): gradients of R units at most are on the GPU. Rows: `backward_order(u)`, ...
+    backward(u) >= sent(u+R-1), `exchanged` with several ranks: gradients of R units at most are on the GPU.
+    Rows: `backward_order(u)`, ...
     recompute(u) = forward time - sum over a of what strategy a saves of it, + forward time(u-1) drop(u).
     """
-    last = len(problem.units) - 1
+    last, heads = len(problem.units) - 1, stem_indices(problem, first=False)
     arrived = v.returned_ms or v.backward_weights_ms
     for u in reversed(range(last + 1)):
         cost = problem.units[u]
@@ -94,7 +97,11 @@ def add_backward(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
         model.addConstr(v.backward_ms[u] >= arrived[u] + duration, name=name("backward_weights", u))
         ahead = problem.gradient_slots - 1
         if u + ahead <= last and cost.num_trainable:
-            sent = v.gradients_sent_ms[u + ahead]
+            sent = (v.exchanged_ms or v.gradients_sent_ms)[u + ahead]
+            model.addConstr(v.backward_ms[u] >= sent, name=name("backward_slot", u))
+        elif v.exchanged_ms and last < u + ahead <= last + len(heads) and cost.num_trainable:
+            # The head's exchange takes a slot too.
+            sent = v.stem_exchanged_ms[heads[last - u - ahead]]
             model.addConstr(v.backward_ms[u] >= sent, name=name("backward_slot", u))
 
 
@@ -106,11 +113,45 @@ def recompute_ms(cost: UnitCost, v: Variables, u: int) -> Expression:
     )
 
 
+def add_exchange(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Gradients meet those of other ranks in reverse order, before they leave the GPU (Eq. 17a).
+
+    exchanged(u) >= backward(u) + exchange(u);  exchanged(u) >= exchanged(u+1) + exchange(u)
+    exchanged(u) >= sent(u+2) + exchange(u) - tail (1 - sends(u)): two means at a time, one on its way home
+    unhidden >= exchanged(embedding) - backward(0). The head's meet first, the embedding's last; `exchange` has the
+    gather of the means where every rank updates the whole unit. Rows: `exchange(u)`, `exchange_order(u)`.
+    """
+    if not problem.exchanges:
+        return
+    before: Expression = 0
+    tail = tail_ms(problem)
+    for s in stem_indices(problem, first=False):
+        cost = problem.stem[s]
+        duration = _exchange_ms(cost, 1 - v.stem_on_gpu[s])
+        before = _add_send(model, cost.name, v.stem_exchanged_ms[s], 0, before, duration, kind="exchange")
+    for u in reversed(range(len(problem.units))):
+        duration = _exchange_ms(problem.units[u], v.sends(u))
+        before = _add_send(model, u, v.exchanged_ms[u], v.backward_ms[u], before, duration, kind="exchange")
+        if u + MEANS < len(problem.units):
+            sent = v.gradients_sent_ms[u + MEANS] - tail * (1 - v.sends(u))
+            model.addConstr(before >= sent + duration, name=name("exchange_mean", u))
+    for s in stem_indices(problem, first=True):
+        cost, computed = problem.stem[s], v.backward_ms[0]
+        duration = _exchange_ms(cost, 1 - v.stem_on_gpu[s])
+        before = _add_send(model, cost.name, v.stem_exchanged_ms[s], computed, before, duration, kind="exchange")
+    model.addConstr(v.unhidden_ms >= before - v.backward_ms[0], name="unhidden")
+
+
+def _exchange_ms(cost: UnitCost, sends: Expression) -> Expression:
+    return ms(cost.exchange_s + cost.gather_s) - ms(cost.gather_s) * sends
+
+
 def add_gradients(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """Gradients cross D2H in reverse order, after what forward sent (Eq. 17).
 
     sent(u) >= backward(u) + send(u) sends(u);  sent(u) >= sent(u+1) + send(u) sends(u)
-    The head's go first (after left(N-1) - loss), the embedding's last. Rows: `send(u)`, `send_order(u)`.
+    The head's go first (after left(N-1) - loss), the embedding's last. With several ranks `exchanged` takes the place
+    of `backward`. Rows: `send(u)`, `send_order(u)`.
     """
     before: Expression = v.left_ms[-1] - v.loss_ms if v.left_ms else 0
     last = stem_indices(problem, first=False)
@@ -125,12 +166,14 @@ def add_gradients(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         )
         model.addConstr(sent >= done + duration, name="send_after_repeat")
     for s in last:
-        before = _add_send(model, problem.stem[s].name, v.stem_sent_ms[s], 0, before, _stem_send(problem, v, s))
+        computed = v.stem_exchanged_ms[s] if v.stem_exchanged_ms else 0
+        before = _add_send(model, problem.stem[s].name, v.stem_sent_ms[s], computed, before, _stem_send(problem, v, s))
     for u in reversed(range(len(problem.units))):
         duration = ms(problem.units[u].gradient_d2h_s) * v.sends(u)
-        before = _add_send(model, u, v.gradients_sent_ms[u], v.backward_ms[u], before, duration)
+        computed = (v.exchanged_ms or v.backward_ms)[u]
+        before = _add_send(model, u, v.gradients_sent_ms[u], computed, before, duration)
     for s in stem_indices(problem, first=True):
-        computed = v.backward_ms[0]
+        computed = v.stem_exchanged_ms[s] if v.stem_exchanged_ms else v.backward_ms[0]
         before = _add_send(model, problem.stem[s].name, v.stem_sent_ms[s], computed, before, _stem_send(problem, v, s))
 
 
@@ -195,9 +238,11 @@ def add_repeated_forward(model: highspy.Highs, problem: PlacementProblem, v: Var
             model.addConstr(v.repeat_ms[u] >= slot_free + compute, name=name("repeat_slot", u))
 
 
-def _add_send(model, label: str | int, sent, computed: Expression, before: Expression, duration: Expression):
-    model.addConstr(sent >= computed + duration, name=name("send", label))
-    model.addConstr(sent >= before + duration, name=name("send_order", label))
+def _add_send(
+    model, label: str | int, sent, computed: Expression, before: Expression, duration: Expression, kind: str = "send"
+):
+    model.addConstr(sent >= computed + duration, name=name(kind, label))
+    model.addConstr(sent >= before + duration, name=name(f"{kind}_order", label))
     return sent
 
 
@@ -208,18 +253,20 @@ def _stem_send(problem: PlacementProblem, v: Variables, s: int) -> Expression:
 def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """The step's time, and what each resource alone needs for it (Eq. 20). Rows: `step_time`, `load(...)`.
 
-    step = loss + (A - 1) (repeat(N-1) + loss time) + A backward(0)
-    step >= all updates and additions of the worker; step >= all copies of a direction; >= all NVMe reads, writes. The
-    loads are implied for whole steps; they tighten the relaxation and keep a backlog from growing from step to step.
+    step = loss + (A - 1) (repeat(N-1) + loss time) + A backward(0) + unhidden
+    step >= all updates and additions of the worker; step >= all copies of a direction; >= all NVMe reads, writes;
+    >= all exchanges with other ranks. The loads are implied for whole steps; they tighten the relaxation and keep a
+    backlog from growing from step to step.
     """
     micro_batches = problem.accumulation_steps
-    step: Expression = v.loss_ms + micro_batches * v.backward_ms[0]
+    step: Expression = v.loss_ms + micro_batches * v.backward_ms[0] + v.unhidden_ms
     if problem.has_accumulation:
         step = step + (micro_batches - 1) * (v.repeat_ms[-1] + loss_ms(problem))
     model.addConstr(v.step_ms == step, name="step_time")
     if not problem.has_gpu:
         return
     worker: Expression = 0
+    meets: Expression = 0
     down: Expression = 0
     read: Expression = 0
     write: Expression = 0
@@ -230,6 +277,8 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         states = states + ms(problem.d2h_s(cost.returned_weight_bytes)) * returns_weights(problem, v, u)
         per_micro = ms(cost.gradient_d2h_s) * v.sends(u) + ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)
         down = down + states + micro_batches * per_micro
+        if problem.exchanges:
+            meets = meets + micro_batches * _exchange_ms(cost, v.sends(u))
         both = cost.rest_state_bytes + cost.weight_bytes
         nvme_states, nvme = v.homes["nvme_states"][u], v.homes["nvme"][u]
         read = (
@@ -245,8 +294,11 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         sends = 1 - v.stem_on_gpu[s]
         worker = worker + ms(cost.cpu_update_s) * v.stem_on_worker(s) + ms(micro_batches * cost.accumulate_s) * sends
         down = down + ms(micro_batches * cost.gradient_d2h_s) * sends
+        if problem.exchanges:
+            meets = meets + micro_batches * _exchange_ms(cost, sends)
         returned = cost.streamed_out_bytes + (cost.returned_weight_bytes if problem.divides_updates else 0)
         down = down + ms(problem.d2h_s(returned)) * v.stem_streams[s]
-    for resource, load in (("worker", worker), ("d2h", down), ("nvme_read", read), ("nvme_write", write)):
+    loads = {"worker": worker, "d2h": down, "nvme_read": read, "nvme_write": write, "exchange": meets}
+    for resource, load in loads.items():
         if not isinstance(load, (int, float)):
             model.addConstr(v.step_ms >= load, name=name("load", resource))

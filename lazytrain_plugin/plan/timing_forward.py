@@ -20,16 +20,16 @@ def add_updates(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
     """The worker updates in forward order, each unit once its gradients rest on the host (Eq. 10).
 
     updated(u) >= updated(u-1) + update(u) on_worker(u) + delay(u)
-    updated(u) >= arrived(u) - backward(0) + update(u) on_worker(u) + delay(u) - tail (1 - sends(u))
+    updated(u) >= arrived(u) - backward(0) - unhidden + update(u) on_worker(u) + delay(u) - tail (1 - sends(u))
     `delay` is what the activations of unit u that leave the GPU in forward cost the worker.
     `arrived` is the gradients' time in the backward before (the step repeats); `tail` bounds what the links and the
     worker still have to do when backward ends. For streamed states `updated` is when their gradients are there. Rows:
     `update_order(u)`, `update_gradients(u)`.
     """
-    backward_end = v.backward_ms[0]
+    backward_end = v.backward_ms[0] + v.unhidden_ms
     arrived = v.accumulated_ms if problem.has_accumulation else v.gradients_sent_ms
     stem_arrived = v.stem_accumulated_ms if problem.has_accumulation else v.stem_sent_ms
-    tail = _tail_ms(problem)
+    tail = tail_ms(problem)
 
     def add(label, updated, before, gradients, cost: UnitCost, duration: Expression, sends: Expression) -> None:
         if before is not None:
@@ -223,7 +223,7 @@ def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Vari
     """What crosses D2H in forward: updated states as early as they are here, activations as they are computed (Eq. 14).
 
     states_back(u) >= states_back(u-1) + activations(u-2) + states_out(u) streams_states(u);
-    u = 0: the last gradient's arrival - backward(0) + ...
+    u = 0: the last gradient's arrival - backward(0) - unhidden + ...
     states_back(u) >= forward_weights(u) + (gpu_update(u) + last chunk of states_out(u)) streams_states(u)
     states_back(u) >= forward_weights(u) + (states_out(u) - (states_in(u) - its first chunk)) streams_states(u)
     left(u) >= each of left(u-1), forward(u), + activations(u), the last also >= states_back(N-1) + activations(N-1)
@@ -233,7 +233,7 @@ def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Vari
         return
     for u, cost in enumerate(problem.units):
         states, here = _states_out_ms(problem, v, u), v.forward_weights_ms[u]
-        before = v.states_back_ms[u - 1] if u else last_sent_ms(problem, v) - v.backward_ms[0]
+        before = v.states_back_ms[u - 1] if u else last_sent_ms(problem, v) - v.backward_ms[0] - v.unhidden_ms
         if u > 1:
             before = before + ms(problem.d2h_s(MIB)) * offloaded_mib(problem.units[u - 2], v, u - 2)
         model.addConstr(v.states_back_ms[u] >= before + states, name=name("states_back_order", u))
@@ -283,12 +283,14 @@ def _add_stem_copy(model, problem: PlacementProblem, v: Variables, s: int, befor
     return arrives
 
 
-def _tail_ms(problem: PlacementProblem) -> float:
-    """Most that D2H and the additions can have left to do when backward ends: what the slots and the stem hold."""
+def tail_ms(problem: PlacementProblem) -> float:
+    """Most that links and additions can have left to do when backward ends: what the slots and the stem hold."""
     costs = (*problem.units, *problem.stem)
     sends = problem.gradient_slots * max((cost.gradient_d2h_s for cost in problem.units), default=0.0)
     stem = sum(cost.gradient_d2h_s for cost in problem.stem)
-    return ms(sends + stem + sum(cost.accumulate_s for cost in costs))
+    meeting = problem.gradient_slots * max((cost.exchange_s + cost.gather_s for cost in problem.units), default=0.0)
+    meeting += sum(cost.exchange_s + cost.gather_s for cost in problem.stem)
+    return ms(sends + stem + meeting + sum(cost.accumulate_s for cost in costs))
 
 
 def stem_indices(problem: PlacementProblem, *, first: bool) -> list[int]:

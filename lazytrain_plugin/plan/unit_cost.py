@@ -72,6 +72,12 @@ class UnitCost:
     """Parts in which the states pass."""
     accumulate_s: float = 0.0
     """Host time to add one micro-batch's gradients; 0 without accumulation."""
+    exchange_s: float = 0.0
+    """What one micro-batch's gradients take to meet those of the other ranks, inside the node and between nodes."""
+    network_s: float = 0.0
+    """Between nodes alone."""
+    gather_s: float = 0.0
+    """What every rank's part takes to come to all ranks of the node."""
     ranks: int = 1
     """Ranks of the machine among which the unit's update is divided."""
     strategies: Mapping[Activations, StrategyCost] = field(default_factory=dict)

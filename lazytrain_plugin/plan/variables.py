@@ -55,6 +55,11 @@ class Variables:
     stem_sent_ms: list[Column] = field(default_factory=list)
     accumulated_ms: list[Column] = field(default_factory=list)
     stem_accumulated_ms: list[Column] = field(default_factory=list)
+    exchanged_ms: list[Column] = field(default_factory=list)
+    """Gradients have met those of other ranks; empty where there are none."""
+    stem_exchanged_ms: list[Column] = field(default_factory=list)
+    unhidden_ms: Column = 0
+    """From the end of the last backward until all gradients have met."""
     repeat_weights_ms: list[Column] = field(default_factory=list)
     repeat_ms: list[Column] = field(default_factory=list)
     """Forwards of the micro-batches after the first; empty without accumulation."""
@@ -197,6 +202,10 @@ def define_times(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
         "gradients_sent_ms": "sent",
     }
     per_stem = {"stem_updated_ms": "updated", "stem_weights_ms": "published", "stem_sent_ms": "sent"}
+    if problem.exchanges:
+        per_unit |= {"exchanged_ms": "exchanged"}
+        per_stem |= {"stem_exchanged_ms": "exchanged"}
+        v.unhidden_ms = _positive(model, "unhidden")
     leaves, streams = offloads_anything(problem), problem.has_gpu and problem.capabilities.streamed_states
     disk = problem.has_gpu and problem.has_nvme
     if problem.has_accumulation:

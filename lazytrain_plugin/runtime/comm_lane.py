@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from lazytrain_plugin.errors import CommunicationError
+from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.worker import Ticket, UpdateWorker
 
@@ -34,22 +35,29 @@ class CommLane:
         """How many reductions may be under way while the next gradients are computed."""
         self._under_way: deque[tuple[object, list[torch.Tensor]]] = deque()
 
-    def submit(self, work: Callable[[], None], label: str, inputs: Iterable[torch.Tensor]) -> None:
+    def submit(self, work: Callable[[], None], name: str, inputs: Iterable[torch.Tensor]) -> None:
         """Launches on the compute stream before: `inputs`, which are held as long as `work` needs them.
 
         Raises:
             CommunicationError: this work or earlier one failed.
         """
-        streams = self._streams
+        streams, span = self._streams, f"exchange {name}"
         if self._worker is None:
             streams.wait(streams.comm, streams.record())
-            with streams.on(streams.comm), torch.no_grad():
+            with streams.on(streams.comm), torch.no_grad(), streams.span(span, Resource.EXCHANGE, stream=streams.comm):
                 work()
             done = streams.record(streams.comm)
         else:
-            done = self._worker.submit(torch.no_grad()(work), label)
+            done = self._worker.submit(torch.no_grad()(self._spanned(work, span)), f"exchange of gradients of {name}")
         self._under_way.append((done, list(inputs)))
         self._trim(self.slots)
+
+    def _spanned(self, work: Callable[[], None], span: str) -> Callable[[], None]:
+        def measured() -> None:
+            with self._streams.span(span, Resource.EXCHANGE):
+                work()
+
+        return measured
 
     def launched(self) -> None:
         """Returns when all work is launched: on the CPU, done."""

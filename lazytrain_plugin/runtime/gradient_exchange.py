@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from lazytrain_plugin.comm.between_nodes import BetweenNodes
+from lazytrain_plugin.comm.links import sum_inside
 from lazytrain_plugin.comm.overlap import overlapped
 from lazytrain_plugin.comm.parts import chunk_numel
 from lazytrain_plugin.runtime.comm_lane import CommLane
@@ -184,7 +185,7 @@ class GradientExchange:
             overlapped(reduction.chunks())
             self._sink.take(unit, list(reduction.own_elements()))
 
-        self._lane.submit(reduce, f"exchange of gradients of {unit.name}", contribution.values())
+        self._lane.submit(reduce, unit.name, contribution.values())
 
 
 class _Reduction:
@@ -224,16 +225,7 @@ class _Reduction:
             begin = first + start
             for tensor, here, there in _overlaps(self._contribution, begin, min(begin + size, end)):
                 row[there].copy_(self._contribution[tensor][here])
-        if hops.inside is not None:
-            received = torch.empty_like(sent)
-            wait = hops.exchange("exchange inside the node", received.view(-1), sent.view(-1), hops.inside)
-            yield
-            wait()
-            total = received[0].to(torch.float32, copy=True)
-            for row in received[1:]:
-                total += row
-        else:
-            total = sent[0].to(torch.float32, copy=True)
+        total = yield from sum_inside(hops, sent)
         shared = self._unit.home.is_shared
         own = min(size, max(self._end - self._first - start, 0))
         in_place = shared and own == size

@@ -177,7 +177,8 @@ class Streams:
 
     @contextlib.contextmanager
     def _measured(self, recorder: StepRecorder, name: str, resource: Resource, stream, num_bytes: int):
-        on_host = resource not in (Resource.COMPUTE, Resource.H2D, Resource.D2H) or not self.is_cuda
+        on_gpu = (Resource.COMPUTE, Resource.H2D, Resource.D2H, Resource.EXCHANGE)
+        on_host = resource not in on_gpu or not self.is_cuda
         mark = time.perf_counter if on_host else lambda: self.record(stream, timing=True)
         span = recorder.begin(name, resource, num_bytes, mark())
         with torch.profiler.record_function(name):

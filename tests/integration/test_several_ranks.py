@@ -279,8 +279,10 @@ def in_codes(rank, **block):
     engine = make_engine(0, 2, **block)
     train(engine, rank, 2, range(STEPS))
     logger.removeHandler(handler)
+    planned = engine._planner.predicted(engine.lazytrain.executor.plan)
     comm = getattr(engine, "lazytrain_gradient_comm", None)
-    found = masters(engine), [line for line in said if line.startswith("gradients between")], comm and comm.stats()
+    lines = {begin: [line for line in said if line.startswith(begin)] for begin in ("gradients between", "links of")}
+    found = masters(engine), lines["gradients between"], comm and comm.stats(), lines["links of"], planned
     engine.destroy()
     return found
 
@@ -291,7 +293,7 @@ def comm(ranks_per_node, **options):
 
 BALANCED = {"fidelity": "balanced", "optimizer": {"state_bits": 32}}
 SETTINGS = {
-    "8 bits": comm(1, bits=8),
+    "8 bits": comm(1, bits=8, network_gbit=1e-3),
     "balanced": {**BALANCED, **comm(1)},
     "exact": comm(1),
     "one node": {**BALANCED, **comm(2)},
@@ -305,13 +307,18 @@ def in_every_setting(rank, device):
 
 def test_the_block_says_in_which_format_gradients_cross_nodes():
     first, second = succeed(in_every_setting, 2, timeout_s=200)
-    coded, told, stats = first["8 bits"]
+    coded, told, stats, links, planned = first["8 bits"]
     assert len(told) == 1 and "2 nodes" in told[0] and "KiB" in told[0] and "in 8-bit codes" in told[0]
     assert stats.quantized_buckets > 0 == stats.full_precision_buckets and 0 < stats.wire_bytes
     same(first["balanced"][0], coded)
-    exact, told, stats = first["exact"]
+    # The plan knows what crosses, over the link that the block gives, in each micro-batch.
+    assert len(links) == 1 and "0.001 Gbit/s between nodes (given)" in links[0]
+    sent = ACCUMULATION * stats.wire_bytes / (STEPS * ACCUMULATION) / 125e3
+    assert planned.busy_s["exchange"] == pytest.approx(sent, rel=0.2) and planned.step_s > planned.busy_s["exchange"]
+    exact, told, stats, links, planned = first["exact"]
+    assert len(links) == 1 and "(measured" in links[0] and 0 < planned.busy_s["exchange"] < sent
     assert len(told) == 1 and "all in fp32 (bits: 16)" in told[0] and stats.quantized_buckets == 0
-    assert first["one node"][1:] == ([], None)
+    assert first["one node"][1:3] == ([], None) and "inside a node (measured)" in first["one node"][3][0]
     same(first["one node"][0], exact)  # two contributions have one sum, whoever adds them up
     assert any(not torch.equal(coded[name], exact[name]) for name in exact)
     for name in SETTINGS:

@@ -8,6 +8,7 @@ import pytest
 
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, saving_choices
+from lazytrain_plugin.plan.cluster import Cluster
 from lazytrain_plugin.plan.greedy import fits, leanest_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.replay import Judge
@@ -63,12 +64,25 @@ def shaped_problem(file, fidelity, accumulation):
     return build_problem(replace(model, units=model.units[::3]), machine, request)
 
 
-def small_problem(accumulation, *, tied=False, frozen=(), capabilities=None, local_ranks=1, **hardware):
+def small_problem(accumulation, *, tied=False, frozen=(), capabilities=None, local_ranks=1, cluster=None, **hardware):
     model = builders.model(6, tied=tied)
     units = tuple(builders.layer(i, trainable=i not in frozen) for i in range(6))
-    request = PlanRequest(max_tokens=2048, accumulation_steps=accumulation, local_ranks=local_ranks)
+    nodes = 1 if cluster is None else cluster.nodes
+    request = PlanRequest(
+        max_tokens=2048, accumulation_steps=accumulation, local_ranks=local_ranks, nodes=nodes, cluster=cluster
+    )
     request = request if capabilities is None else replace(request, capabilities=capabilities)
     return build_problem(replace(model, units=units), builders.hardware(**hardware), request)
+
+
+def two_by_two(network_bytes_per_s):
+    return Cluster(
+        nodes=2,
+        ranks_per_node=2,
+        network_bytes_per_s=network_bytes_per_s,
+        inside_bytes_per_s=1e9,
+        wire_bytes_per_element=8,
+    )
 
 
 PROBLEMS = {
@@ -78,6 +92,8 @@ PROBLEMS = {
     "small": lambda: small_problem(1),
     "tied, accumulated": lambda: small_problem(3, tied=True),
     "two ranks": lambda: small_problem(1, local_ranks=2),
+    "two nodes": lambda: small_problem(2, local_ranks=2, frozen=(1,), cluster=two_by_two(1e9)),
+    "a slow network": lambda: small_problem(3, local_ranks=2, tied=True, cluster=two_by_two(2e7)),
     "frozen units": lambda: small_problem(1, frozen=(0, 3)),
     "a disk": lambda: small_problem(
         1,
