@@ -3,7 +3,8 @@
 `encode_blocks` and `decode_halves` are also the parts that fused kernels are made of (coded_elementwise.py): a tile of
 whole blocks is encoded or decoded. Scales travel as int16, the bits of their bf16: no conversion that might flush a
 subnormal. On an H200 encoding is bound by instructions, not by memory: hence FP4's codes come from comparisons of bits
-with seven products a block, without a division for each value.
+with seven products a block, without a division for each value, and tiles are halves of blocks, so that no thread needs
+another one's codes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds
 
 
 @triton.jit
-def block_scales(values, largest_level, largest_scale):
-    """Scales fp32 [blocks] of `values` fp32 [blocks, 128], whether a block is worth coding, and whether it holds NaN or
-    infinity. Magnitudes are compared as whole numbers, where infinity and NaN come last."""
-    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+def block_scales(first, second, largest_level, largest_scale):
+    """Scales fp32 [blocks] of blocks whose halves are `first` and `second` fp32 [blocks, 64], whether a block is worth
+    coding, and whether it holds NaN or infinity. Magnitudes are compared as whole numbers, where infinity and NaN come
+    last."""
+    magnitudes = tl.maximum(
+        first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    )
+    largest = tl.max(magnitudes, axis=1)
     hidden = largest > 0x7F7FFFFF
     magnitude = largest.to(tl.float32, bitcast=True)
     scale = tl.div_rn(magnitude, tl.zeros_like(magnitude) + largest_level)
@@ -47,25 +52,24 @@ def fp4_threshold(scale, usable, boundary, IS_TIE_UP: tl.constexpr):
 
 @triton.jit
 def fp4_codes(values, scale, usable):
+    """By a search among the seven boundaries, three comparisons a value."""
     bits = values.to(tl.int32, bitcast=True)
     m = bits & 0x7FFFFFFF
-    codes = (m > fp4_threshold(scale, usable, 0.25, False)).to(tl.int32)
-    codes += (m > fp4_threshold(scale, usable, 0.75, True)).to(tl.int32)
-    codes += (m > fp4_threshold(scale, usable, 1.25, False)).to(tl.int32)
-    codes += (m > fp4_threshold(scale, usable, 1.75, True)).to(tl.int32)
-    codes += (m > fp4_threshold(scale, usable, 2.5, False)).to(tl.int32)
-    codes += (m > fp4_threshold(scale, usable, 3.5, True)).to(tl.int32)
-    codes += (m > fp4_threshold(scale, usable, 5.0, False)).to(tl.int32)
+    upper = m > fp4_threshold(scale, usable, 1.75, True)
+    middle = m > tl.where(upper, fp4_threshold(scale, usable, 3.5, True), fp4_threshold(scale, usable, 0.75, True))
+    above = tl.where(upper, fp4_threshold(scale, usable, 5.0, False), fp4_threshold(scale, usable, 1.25, False))
+    below = tl.where(upper, fp4_threshold(scale, usable, 2.5, False), fp4_threshold(scale, usable, 0.25, False))
+    last = m > tl.where(middle, above, below)
+    codes = tl.where(upper, 4, 0) + tl.where(middle, 2, 0) + last.to(tl.int32)
     return tl.where(codes > 0, codes | ((bits >> 28) & 8), 0)
 
 
 @triton.jit
-def encode_blocks(
-    values, codes_ptr, scales_ptr, table_ptr, block, block_inside, largest_level, largest_scale, noise,
-    KIND: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCKS: tl.constexpr,
+def codes_of(
+    values, scale, usable, table_ptr, largest_level, noise,
+    KIND: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Encodes `values` fp32 [BLOCKS, 128] as the blocks `block` [BLOCKS]."""
-    scale, usable, hidden = block_scales(values, largest_level, largest_scale)
+    """Codes int32 of `values` fp32 [blocks, n] of blocks with these scales."""
     if KIND == FP4:
         codes = fp4_codes(values, scale, usable)
     else:
@@ -82,18 +86,37 @@ def encode_blocks(
                 rounded = (x + ROUND) - ROUND
             rounded = tl.minimum(tl.maximum(rounded, -largest_level), largest_level)
             codes = rounded.to(tl.int32) & ((1 << BITS) - 1)
+    return codes
 
+
+@triton.jit
+def upper_bits(codes, HALF: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr):
+    """What one half of the blocks puts into the bytes of the bits above the fourth."""
+    WIDTH: tl.constexpr = BITS - 4
+    COUNT: tl.constexpr = 4 // WIDTH
+    parts = tl.reshape(codes >> 4, (BLOCKS, COUNT, 16 * WIDTH))
+    return tl.sum(parts << (WIDTH * (tl.arange(0, COUNT) + HALF * COUNT))[None, :, None], axis=1)
+
+
+@triton.jit
+def encode_blocks(
+    first, second, codes_ptr, scales_ptr, table_ptr, block, block_inside, largest_level, largest_scale, first_noise,
+    second_noise, KIND: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Encodes the halves `first` and `second` fp32 [BLOCKS, 64] of the blocks `block` [BLOCKS].
+
+    A byte holds a code of each half: a thread that has both writes it without asking another one."""
+    scale, usable, hidden = block_scales(first, second, largest_level, largest_scale)
     scale_bits = tl.where(hidden, 0x7FC0, scale.to(tl.int32, bitcast=True) >> 16)
     tl.store(scales_ptr + block, scale_bits.to(tl.int16), mask=block_inside)
+    first = codes_of(first, scale, usable, table_ptr, largest_level, first_noise, KIND, BITS, STOCHASTIC)
+    second = codes_of(second, scale, usable, table_ptr, largest_level, second_noise, KIND, BITS, STOCHASTIC)
     row = codes_ptr + (block * (16 * BITS))[:, None]
-    low = tl.reshape(codes & 15, (BLOCKS, 2, 64))
-    low = tl.sum(low << (4 * tl.arange(0, 2))[None, :, None], axis=1)
-    tl.store(row + tl.arange(0, 64)[None, :], low.to(tl.uint8), mask=block_inside[:, None])
+    both = (first & 15) | ((second & 15) << 4)
+    tl.store(row + tl.arange(0, 64)[None, :], both.to(tl.uint8), mask=block_inside[:, None])
     if BITS > 4:
-        WIDTH: tl.constexpr = BITS - 4
-        high = tl.reshape(codes >> 4, (BLOCKS, 8 // WIDTH, 16 * WIDTH))
-        high = tl.sum(high << (WIDTH * tl.arange(0, 8 // WIDTH))[None, :, None], axis=1)
-        tl.store(row + 64 + tl.arange(0, 16 * WIDTH)[None, :], high.to(tl.uint8), mask=block_inside[:, None])
+        upper = upper_bits(first, 0, BITS, BLOCKS) | upper_bits(second, 1, BITS, BLOCKS)
+        tl.store(row + 64 + tl.arange(0, 16 * (BITS - 4))[None, :], upper.to(tl.uint8), mask=block_inside[:, None])
 
 
 @triton.jit
@@ -110,22 +133,6 @@ def levels_of(codes, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr):
         SIGN: tl.constexpr = 1 << (BITS - 1)
         level = ((codes ^ SIGN) - SIGN).to(tl.float32)
     return level
-
-
-@triton.jit
-def decode(codes_ptr, scales_ptr, table_ptr, offsets, inside, KIND: tl.constexpr, BITS: tl.constexpr):
-    """Values fp32 of the elements `offsets` (int64, any shape) of the flattened tensor; 0 outside."""
-    block = offsets // BLOCK
-    element = (offsets % BLOCK).to(tl.int32)
-    row = codes_ptr + block * (16 * BITS)
-    codes = (tl.load(row + element % 64, mask=inside, other=0).to(tl.int32) >> (4 * (element // 64))) & 15
-    if BITS > 4:
-        WIDTH: tl.constexpr = BITS - 4
-        COUNT: tl.constexpr = 16 * WIDTH
-        high = tl.load(row + 64 + element % COUNT, mask=inside, other=0).to(tl.int32)
-        codes += ((high >> (WIDTH * (element // COUNT))) & ((1 << WIDTH) - 1)) << 4
-    scale_bits = tl.load(scales_ptr + block, mask=inside, other=0).to(tl.int32) << 16
-    return levels_of(codes, table_ptr, KIND, BITS) * scale_bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -158,40 +165,35 @@ def stored_as(values, pointer):
     return values.to(pointer.dtype.element_ty)
 
 
+@triton.jit
+def noise_of(offsets, seed0, seed1):
+    """Uniform in [0, 1), from the elements' places alone."""
+    high = (offsets >> 32).to(tl.uint32) * 0x9E3779B9
+    h = noise_bits(offsets.to(tl.uint32), seed0.to(tl.uint32, bitcast=True), seed1.to(tl.uint32, bitcast=True) ^ high)
+    return (h & 0xFFFF).to(tl.float32) * 1.52587890625e-05
+
+
 @triton.jit(do_not_specialize=["seed0", "seed1"])
 def quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, table_ptr, numel, largest_level, largest_scale, seed0, seed1,
     KIND: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    offsets = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    offsets = block[:, None] * BLOCK + tl.arange(0, 64)[None, :]
     block_inside = block * BLOCK < numel
-    values = tl.load(x_ptr + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
+    first = tl.load(x_ptr + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + offsets + 64, mask=offsets + 64 < numel, other=0.0).to(tl.float32)
     if ACCUMULATE:
-        values = decode(codes_ptr, scales_ptr, table_ptr, offsets, block_inside[:, None], KIND, BITS) + values
-    noise = values
+        old_first, old_second = decode_halves(codes_ptr, scales_ptr, table_ptr, block, block_inside, KIND, BITS)
+        first, second = old_first + first, old_second + second
+    first_noise, second_noise = first, second
     if STOCHASTIC:
-        high = (offsets >> 32).to(tl.uint32) * 0x9E3779B9
-        h = noise_bits(
-            offsets.to(tl.uint32), seed0.to(tl.uint32, bitcast=True), seed1.to(tl.uint32, bitcast=True) ^ high
-        )
-        noise = (h & 0xFFFF).to(tl.float32) * 1.52587890625e-05
+        first_noise, second_noise = noise_of(offsets, seed0, seed1), noise_of(offsets + 64, seed0, seed1)
     tl.debug_barrier()  # the codes were read by other threads than will write them
     encode_blocks(
-        values,
-        codes_ptr,
-        scales_ptr,
-        table_ptr,
-        block,
-        block_inside,
-        largest_level,
-        largest_scale,
-        noise,
-        KIND,
-        BITS,
-        STOCHASTIC,
-        BLOCKS,
-    )
+        first, second, codes_ptr, scales_ptr, table_ptr, block, block_inside, largest_level, largest_scale,
+        first_noise, second_noise, KIND, BITS, STOCHASTIC, BLOCKS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -24,24 +24,30 @@ from lazytrain_plugin.kernels.triton.elementwise import _tile, normalise_rows, s
 
 
 @triton.jit
+def _load_half(pointer, offsets, inside):
+    return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def swiglu_quantize_kernel(
     gate_ptr, up_ptr, y_ptr, gate_codes_ptr, gate_scales_ptr, up_codes_ptr, up_scales_ptr, table_ptr, numel,
     largest_level, largest_scale, KIND: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     block_inside = block * BLOCK < numel
-    offsets = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = offsets < numel
-    gate = tl.load(gate_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    store_swiglu(gate, up, y_ptr, offsets, inside)
+    offsets = block[:, None] * BLOCK + tl.arange(0, 64)[None, :]
+    inside1, inside2 = offsets < numel, offsets + 64 < numel
+    gate1, gate2 = _load_half(gate_ptr, offsets, inside1), _load_half(gate_ptr, offsets + 64, inside2)
+    up1, up2 = _load_half(up_ptr, offsets, inside1), _load_half(up_ptr, offsets + 64, inside2)
+    store_swiglu(gate1, up1, y_ptr, offsets, inside1)
+    store_swiglu(gate2, up2, y_ptr, offsets + 64, inside2)
     encode_blocks(
-        gate, gate_codes_ptr, gate_scales_ptr, table_ptr, block, block_inside, largest_level, largest_scale, gate,
-        KIND, BITS, False, BLOCKS,
+        gate1, gate2, gate_codes_ptr, gate_scales_ptr, table_ptr, block, block_inside, largest_level, largest_scale,
+        gate1, gate2, KIND, BITS, False, BLOCKS,
     )  # fmt: skip
     encode_blocks(
-        up, up_codes_ptr, up_scales_ptr, table_ptr, block, block_inside, largest_level, largest_scale, up,
-        KIND, BITS, False, BLOCKS,
+        up1, up2, up_codes_ptr, up_scales_ptr, table_ptr, block, block_inside, largest_level, largest_scale,
+        up1, up2, KIND, BITS, False, BLOCKS,
     )  # fmt: skip
 
 
@@ -96,17 +102,21 @@ def rms_norm_quantize_kernel(
     BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`num_columns` is a multiple of 128: a row is whole blocks. COLUMNS: the next power of two."""
-    x = normalise_rows(
+    normalise_rows(
         x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, num_columns, eps, CAST_BEFORE_WEIGHT, UNIT_OFFSET, ROWS, COLUMNS
     )
     BLOCKS: tl.constexpr = ROWS * COLUMNS // 128
-    values = tl.reshape(x, (BLOCKS, 128))
     index = tl.arange(0, BLOCKS)
     row, block = tl.program_id(0).to(tl.int64) * ROWS + index // (COLUMNS // 128), index % (COLUMNS // 128)
+    block_inside = (row < num_rows) & (block < num_columns // 128)
+    block = row * (num_columns // 128) + block
+    offsets = block[:, None] * BLOCK + tl.arange(0, 64)[None, :]
+    # Read again, out of the cache: to hand the rows over from thread to thread takes longer.
+    first = _load_half(x_ptr, offsets, block_inside[:, None])
+    second = _load_half(x_ptr, offsets + 64, block_inside[:, None])
     encode_blocks(
-        values, codes_ptr, scales_ptr, table_ptr, row * (num_columns // 128) + block,
-        (row < num_rows) & (block < num_columns // 128), largest_level, largest_scale, values,
-        KIND, BITS, False, BLOCKS,
+        first, second, codes_ptr, scales_ptr, table_ptr, block, block_inside, largest_level, largest_scale, first,
+        second, KIND, BITS, False, BLOCKS,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def normalise_rows(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, num_rows, num_columns, eps,
     CAST_BEFORE_WEIGHT: tl.constexpr, UNIT_OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores this program's rows of y and of rstd; returns those of x, in fp32."""
+    """Stores this program's rows of y and of rstd."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -33,7 +33,6 @@ def normalise_rows(
     if UNIT_OFFSET:
         weight = weight + 1.0
     tl.store(y_ptr + offsets, (normalised * weight[None, :]).to(y_ptr.dtype.element_ty), mask=inside)
-    return x
 
 
 @triton.jit
