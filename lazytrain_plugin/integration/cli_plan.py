@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lazytrain_plugin.errors import ConfigError, LazyTrainError
 from lazytrain_plugin.integration.cli_nodes import cluster_of, explain_cluster
+from lazytrain_plugin.integration.console import make_console
 from lazytrain_plugin.integration.meta_model import profile_from_config
 from lazytrain_plugin.integration.profile_tables import hardware_table, model_table
 from lazytrain_plugin.plan.check import check_plan, problem_of
@@ -38,6 +38,8 @@ Hardware = Annotated[str, typer.Option(help="a file as in configs/hardware/, or 
 SequenceLength = Annotated[int, typer.Option(min=1, help="tokens of one sequence")]
 Dtype = Annotated[str, typer.Option(help="dtype of the weights")]
 AccumulationSteps = Annotated[int, typer.Option(min=1, help="micro-batches per optimizer step")]
+GpuMemory = Annotated[float | None, typer.Option(help="GPU budget; default: all there is")]
+CpuMemory = Annotated[float | None, typer.Option(help="host budget; default: all there is")]
 Measured = Annotated[
     Path | None, typer.Option(help='steps that a run measured ("trace": {"path": ...}), drawn or told beside the plan')
 ]
@@ -60,8 +62,8 @@ def plan_command(
     fidelity: Annotated[Fidelity, typer.Option(help="how lossy the plan may be")] = Fidelity.EXACT,
     accumulation_steps: AccumulationSteps = 1,
     dtype: Dtype = "bfloat16",
-    gpu_memory_gib: Annotated[float | None, typer.Option(help="GPU budget; default: all there is")] = None,
-    cpu_memory_gib: Annotated[float | None, typer.Option(help="host budget; default: all there is")] = None,
+    gpu_memory_gib: GpuMemory = None,
+    cpu_memory_gib: CpuMemory = None,
     nvme_gib: Annotated[float | None, typer.Option(help="NVMe budget; default: none is used")] = None,
     nvme_write_gib_per_day: Annotated[
         float | None, typer.Option(help="what may be written to the disk in 24 hours; default: no limit")
@@ -121,7 +123,7 @@ def plan_command(
         if as_json:
             sys.stdout.write(plan.to_json())
             return
-        console = Console()
+        console = make_console()
         size = f"{profile.num_parameters / 1e9:.2f} G parameters"
         console.print(f"{profile.name}: {size} on {machine.name} ({machine.source})")
         if profile.estimate:
@@ -149,6 +151,8 @@ def explain_command(
     seq_len: SequenceLength = 1024,
     dtype: Dtype = "bfloat16",
     accumulation_steps: AccumulationSteps = 1,
+    gpu_memory_gib: GpuMemory = None,
+    cpu_memory_gib: CpuMemory = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan, say why one unit or tensor is where it is, or compare the plan with measured steps."""
@@ -160,7 +164,12 @@ def explain_command(
         if model is not None:
             machine = load_hardware(hardware)
             profile = load_model(model, dtype, sequence_length=seq_len, fused_kernels=machine.has_gpu)
-            problem = problem_of(plan, profile, machine, PlanRequest(accumulation_steps=accumulation_steps))
+            request = PlanRequest(
+                accumulation_steps=accumulation_steps,
+                gpu_budget_bytes=_gib_to_bytes("gpu-memory-gib", gpu_memory_gib),
+                cpu_budget_bytes=_gib_to_bytes("cpu-memory-gib", cpu_memory_gib),
+            )
+            problem = problem_of(plan, profile, machine, request)
         data = _timeline_data(problem, plan, trace, profile)
         if timeline is not None:
             if data is None:
@@ -169,7 +178,7 @@ def explain_command(
         if as_json:
             sys.stdout.write(_explained_as_json(plan, unit, profile, trace, data))
             return
-        console = Console()
+        console = make_console()
         if unit is not None:
             console.print(explain_unit(plan, unit, profile))
             if problem is not None:
@@ -210,7 +219,7 @@ def profile_command(
         if as_json:
             sys.stdout.write(profile.to_json())
         else:
-            Console().print(model_table(profile) if isinstance(profile, ModelProfile) else hardware_table(profile))
+            make_console().print(model_table(profile) if isinstance(profile, ModelProfile) else hardware_table(profile))
 
 
 def load_hardware(name: str) -> HardwareProfile:

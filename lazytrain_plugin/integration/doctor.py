@@ -305,9 +305,10 @@ def to_json(findings: list[Finding]) -> str:
 
 def print_table(findings: list[Finding]) -> None:
     """The findings as a table, worst last so that it stays on the screen."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from lazytrain_plugin.integration.console import make_console
 
     style = {Status.OK: "green", Status.NOTE: "cyan", Status.WARNING: "yellow", Status.ERROR: "bold red"}
     table = Table(title="LazyTrain", title_justify="left", box=None, pad_edge=False)
@@ -319,4 +320,4 @@ def print_table(findings: list[Finding]) -> None:
             f"[{style[finding.status]}]{finding.status}[/]",
             *map(escape, (finding.check, finding.detail, finding.remedy)),
         )
-    Console().print(table)
+    make_console().print(table)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.profile.model import ModelProfile
+
+HUB_ANSWERS_S = 3.0
+"""Longer than a hub within reach takes to accept a connection. Its own client goes on trying for half a minute."""
 
 
 def profile_from_config(
@@ -74,15 +82,38 @@ def _load_config(model: str) -> Any:
         raise ConfigError(f"no config at {model!r}; give a config.json, a model folder or a hub id")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"{model!r} holds no config.json; give a model folder as save_pretrained writes it")
+    asks_hub = not path.exists()
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, local_files_only=asks_hub and not _hub_answers())
     except (OSError, ValueError) as error:
-        if path.exists():
+        if not asks_hub:
             raise ConfigError(f"{model!r} is no model config: {str(error).splitlines()[0]}") from error
         raise ConfigError(
-            f"the config of {model!r} can't be had from the hub (no such model, or no network): "
-            "download its config.json and give the file"
+            f"{model!r} is no file or folder here, and can't be had from the hub (no such model, or no network): give "
+            "a config.json, a folder that holds one, or the id of a model on the hub"
         ) from error
+
+
+def _hub_answers() -> bool:
+    """Whether the hub, or the proxy on the way there, accepts a connection."""
+    url = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    proxy = urllib.request.getproxies().get(url.scheme)
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    answered = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80))).close()
+        except (OSError, ValueError):
+            return
+        answered.set()
+
+    # In a thread: looking a name up has no time limit of its own.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(HUB_ANSWERS_S)
+    return answered.is_set()
 
 
 def _build_on_meta(config: Any, dtype: Any, model: str) -> Any:

@@ -28,6 +28,9 @@ HOME_NAMES = {
     "nvme": "weights and states on NVMe",
 }
 
+LEAST_CHANGE_FRAC = 0.005
+"""Of a step: less is below what predicted steps can be told apart by, and no reason for another choice."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
@@ -144,11 +147,17 @@ def _alternatives_table(problem: PlacementProblem, plan: PlacementPlan, name: st
     for other in alternatives(problem, plan, name):
         table.add_row(
             other.text,
-            f"{1e3 * (other.step_s - step_s):+.1f} ms",
+            _change(other.step_s, step_s),
             *(_signed(other.change_bytes.get(tier, 0)) for tier in ("gpu", "cpu")),
             "" if other.fits else "doesn't fit",
         )
     return table
+
+
+def _change(other_s: float, step_s: float) -> str:
+    if abs(other_s - step_s) < LEAST_CHANGE_FRAC * step_s:
+        return "as fast"
+    return f"{1e3 * (other_s - step_s):+.1f} ms"
 
 
 def _signed(num_bytes: int) -> str:

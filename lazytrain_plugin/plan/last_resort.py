@@ -36,12 +36,6 @@ def dropping_plan(problem: PlacementProblem) -> PlacementPlan | None:
     return _fastest(problem, [other for plan in best for other in _fewer_dropped(problem, plan)])
 
 
-def fewest_dropped(problem: PlacementProblem, plan: PlacementPlan) -> PlacementPlan | None:
-    """The same homes with as few dropped inputs as fit; None: it does not fit with one of each `weight_slots` kept."""
-    most = _most_dropped(problem, plan)
-    return _fastest(problem, [other for start in most for other in _fewer_dropped(problem, start)])
-
-
 def _most_dropped(problem: PlacementProblem, plan: PlacementPlan) -> list[PlacementPlan]:
     """One unit of each `weight_slots` keeps its input, on the GPU or on the host; those that fit."""
     found = []

@@ -79,15 +79,6 @@ def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.V
     return model, v
 
 
-def run_highs(
-    problem: PlacementProblem, *, start: PlacementPlan | None, time_limit_s: float, gap_frac: float
-) -> Outcome:
-    """Builds and solves the program once. `start`: a placement to begin with."""
-    model, v = build_program(problem)
-    configure(model)
-    return run_program(problem, model, v, start=start, time_limit_s=time_limit_s, gap_frac=gap_frac)
-
-
 def configure(model: highspy.Highs) -> None:
     # One thread and a fixed seed: the same inputs give the same plan. The scheduler is global to the process, and would
     # refuse another number of threads than the one it was started with.

@@ -21,7 +21,7 @@ from lazytrain_plugin.plan.accounting import (
 from lazytrain_plugin.plan.facts import FROZEN, ON_GPU, ON_WORKER, PASSING, Facts, facts_of
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
-from lazytrain_plugin.plan.simulate import MEANS, NEEDED_FIRST, simulate
+from lazytrain_plugin.plan.simulate import MEANS, NEEDED_FIRST, simulate, stem_gradients
 from lazytrain_plugin.profile.model import UnitRole
 
 
@@ -64,8 +64,7 @@ class Judge:
         roles = [cost.role for cost in problem.stem]
         self._first = [s for s, role in enumerate(roles) if role in NEEDED_FIRST]
         self._last = [s for s, role in enumerate(roles) if role not in NEEDED_FIRST]
-        self._heads = [s for s, role in enumerate(roles) if role == UnitRole.HEAD]
-        self._others = [s for s, role in enumerate(roles) if role != UnitRole.HEAD]
+        self._early, self._late = stem_gradients(problem.stem)
         self._have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes}
         self._have["nvme"] = problem.nvme_budget_bytes
 
@@ -178,15 +177,15 @@ class Judge:
         ]
         first = [(num_units + s, stem[s]) for s in self._first]
         last = [(num_units + s, stem[s]) for s in self._last]
-        heads = [(num_units + s, stem[s]) for s in self._heads]
-        others = [(num_units + s, stem[s]) for s in self._others]
+        early = [(num_units + s, stem[s]) for s in self._early]
+        late = [(num_units + s, stem[s]) for s in self._late]
         order = [*first, *enumerate(facts[:num_units]), *last]
         for _ in range(steps):
             begin_s = end_s
             replay.updates(order, begin_s)
             for micro in range(self.problem.accumulation_steps):
                 replay.forward(first, last, loss, fresh=micro == 0)
-                end_s = replay.backward(heads, others)
+                end_s = replay.backward(early, late)
             end_s = replay.compute_s = max(replay.compute_s, replay.exchange_s)
         return end_s - begin_s
 
@@ -204,8 +203,7 @@ class _Replay:
         self.offloaded_s = [0.0] * len(units)
         self.slots: dict[int, float] = {}
         self.free_slots = [0.0] * plan.weight_slots
-        self.sent: deque[float] = deque([0.0] * max(1, plan.gradient_slots - 1), maxlen=max(1, plan.gradient_slots - 1))
-        self.waits_for_sends = plan.gradient_slots > 1
+        self.sent: deque[float] = deque([0.0] * plan.gradient_slots, maxlen=plan.gradient_slots)
         self.means: deque[float] = deque([0.0] * MEANS, maxlen=MEANS)
         self.states: deque[float] = deque([0.0] * plan.state_slots, maxlen=plan.state_slots)
         self.states_back_s = 0.0
@@ -270,12 +268,11 @@ class _Replay:
         for place, duration_s in loss:
             end_s = self.compute_s = max(self.compute_s, end_s, weight_s[place]) + duration_s
 
-    def backward(self, heads, others) -> float:
+    def backward(self, early, late) -> float:
         end_s = self.compute_s
         returning = deque([0.0] * self.activation_slots, maxlen=self.activation_slots)
-        for place, fact in heads:
-            self._gradient(place, fact, end_s)
-        sent = self.sent
+        for place, fact in early:
+            end_s = self._deliver(place, fact, end_s)
         for place in range(len(self.units) - 1, -1, -1):
             fact = self.units[place]
             arrived_s = self._weights_arrive(place, fact) if fact.streamed else self.weight_s[place]
@@ -285,19 +282,17 @@ class _Replay:
                 self.h2d_s = start_s + fact.return_s
                 ready_s = max(ready_s, self.h2d_s)
             end_s = (self.compute_s if self.compute_s > ready_s else ready_s) + fact.backward_s
-            computed_s = end_s
-            if (fact.sends or fact.meets_s) and self.waits_for_sends and sent[0] > end_s:
-                end_s = sent[0]
             self.compute_s = end_s
+            if fact.sends or fact.meets_s:
+                end_s = self._deliver(place, fact, end_s)
+            else:
+                self.gradient_s[place] = end_s
             if fact.streamed:
                 self._used_slot(place, end_s)
             if fact.leaves:
                 returning.append(end_s)
-            sent_s = self._gradient(place, fact, computed_s)
-            if fact.sends and not fact.meets_s:
-                sent.append(sent_s)
-        for place, fact in others:
-            self._gradient(place, fact, end_s)
+        for place, fact in late:
+            end_s = self._deliver(place, fact, end_s)
         return end_s
 
     def _weights_arrive(self, place: int, fact: Facts) -> float:
@@ -323,26 +318,25 @@ class _Replay:
             self.crossing.append((left_s - duration_s, duration_s))
         return left_s
 
-    def _gradient(self, place: int, fact: Facts, computed_s: float) -> float:
-        """When the gradients have left the GPU."""
-        meets_s = fact.meets_s
+    def _deliver(self, place: int, fact: Facts, computed_s: float) -> float:
+        """As `simulate._Step._deliver`."""
+        meets_s, sends = fact.meets_s, fact.sends
         if meets_s:
             start_s = computed_s if computed_s > self.exchange_s else self.exchange_s
-            if fact.sends and self.means[0] > start_s:
+            if sends and self.means[0] > start_s:
                 start_s = self.means[0]
             computed_s = self.exchange_s = start_s + meets_s
             self.sent.append(computed_s)
-        if not fact.sends:
-            self.gradient_s[place] = computed_s
-            return computed_s
-        sent_s = self.d2h_s = (self.d2h_s if self.d2h_s > computed_s else computed_s) + fact.send_s
-        if meets_s:
-            self.means.append(sent_s)
-        if fact.add_s:
-            self.worker_s = self.gradient_s[place] = max(self.worker_s, sent_s) + fact.add_s
-        else:
-            self.gradient_s[place] = sent_s
-        return sent_s
+        if sends:
+            sent_s = self.d2h_s = (self.d2h_s if self.d2h_s > computed_s else computed_s) + fact.send_s
+            (self.means if meets_s else self.sent).append(sent_s)
+            computed_s = sent_s
+            if fact.add_s:
+                computed_s = self.worker_s = max(self.worker_s, sent_s) + fact.add_s
+        self.gradient_s[place] = computed_s
+        if (sends or meets_s) and self.sent[0] > self.compute_s:
+            self.compute_s = self.sent[0]
+        return self.compute_s
 
     def _renew(self, stem: list[tuple[int, Facts]]) -> None:
         for place, fact in stem:

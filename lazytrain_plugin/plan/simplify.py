@@ -12,10 +12,11 @@ from dataclasses import replace
 from itertools import groupby
 
 from lazytrain_plugin.plan.accounting import is_streamed, nvme_written_bytes, offloaded_bytes, sends_gradients
-from lazytrain_plugin.plan.choices import HOMES, allows_home, home_of
+from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, home_of
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.replay import Judge
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Activations, Tier
 
 LEAST_GAIN_FRAC = 0.001
@@ -82,7 +83,21 @@ def simplified(
     """The plan without the choices that a step of `limit_s` does without: of each group as many as can be spared."""
     for change in _simpler(problem):
         plan = _as_often_as_possible(judge, plan, change, limit_s)
+    plan = _with_small_tensors_at_home(problem, judge, plan, limit_s)
     return plan, judge.step_s(plan)
+
+
+def _with_small_tensors_at_home(
+    problem: PlacementProblem, judge: Judge, plan: PlacementPlan, limit_s: float
+) -> PlacementPlan:
+    """States of the stem's small tensors (norms) beside their weights on the GPU, where that fits: some KiB."""
+    for s, (cost, unit) in enumerate(zip(problem.stem, plan.stem)):
+        if problem.has_gpu and cost.role == UnitRole.REST and sends_gradients(cost, unit):
+            resident = replace(unit, **STEM_HOMES["gpu"])
+            candidate = replace(plan, stem=(*plan.stem[:s], resident, *plan.stem[s + 1 :]))
+            if judge.fits(candidate) and judge.step_s(candidate) <= limit_s:
+                plan = candidate
+    return plan
 
 
 Change = Callable[[int, UnitPlan], UnitPlan | None]

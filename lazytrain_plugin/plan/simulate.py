@@ -39,6 +39,13 @@ MEANS = 2
 """Parts of exchanged gradients that a rank holds at a time: one is made while one is on its way home."""
 
 
+def stem_gradients(stem: Sequence[UnitCost]) -> tuple[list[int], list[int]]:
+    """Places of stem units whose gradients the loss makes (the head's, then those of what lies between it and the last
+    unit: the final norm), and of those that come last (the embedding's)."""
+    with_role = lambda role: [s for s, cost in enumerate(stem) if cost.role == role]  # noqa: E731
+    return [*with_role(UnitRole.HEAD), *with_role(UnitRole.REST)], with_role(UnitRole.EMBEDDING)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """One steady step."""
@@ -70,7 +77,7 @@ class _Step:
         """Units whose weights are in a slot -> end of the last computation that used them, the oldest first."""
         self.free_slots: list[float] = [0.0] * plan.weight_slots
         """When each slot that holds nothing of use became free."""
-        self.gradients = Ring(plan.gradient_slots - 1)
+        self.gradients = Ring(plan.gradient_slots)
         self.means = Ring(MEANS)
         """This rank's parts of what ranks have exchanged, until they are home."""
         self.states: deque[float] = deque([0.0] * plan.state_slots, maxlen=plan.state_slots)
@@ -183,9 +190,9 @@ class _Step:
         """One micro-batch's backward; sets when each unit's gradient rests at its updater."""
         self.activations.begin_backward()
         end_s = self.clock.free_s[Resource.COMPUTE]
-        for cost, unit in self.stem:
-            if cost.role == UnitRole.HEAD:
-                self._gradient(cost, unit, end_s)
+        early, late = stem_gradients(self.problem.stem)
+        for s in early:
+            end_s = self._deliver(*self.stem[s], end_s)
         for u, again in backward_order(self.plan.units):
             cost, unit = self.units[u]
             ready_s = max(end_s, self._weights_arrive(cost, unit, "again" if again else "backward", fresh=False))
@@ -196,16 +203,11 @@ class _Step:
                 continue
             compute_s = cost.recompute_s(unit.activations) + cost.backward_s
             end_s = self.clock.run(f"backward {cost.name}", Resource.COMPUTE, compute_s, ready_s)
-            computed_s = end_s
-            if sends_gradients(cost, unit) or exchange_s(cost, unit):
-                # The unit's own gradients take one place; with all others still on their way the stream waits.
-                end_s = self.clock.wait(Resource.COMPUTE, self.gradients.free_s())
+            end_s = self._deliver(cost, unit, end_s)
             self._used_slot(cost, unit, end_s)
             self.activations.used(cost, unit, end_s)
-            self._gradient(cost, unit, computed_s)
-        for cost, unit in self.stem:
-            if cost.role != UnitRole.HEAD:
-                self._gradient(cost, unit, end_s)
+        for s in late:
+            end_s = self._deliver(*self.stem[s], end_s)
         return end_s
 
     def _weights_arrive(self, cost: UnitCost, unit: UnitPlan, phase: str, *, fresh: bool) -> float:
@@ -294,29 +296,34 @@ class _Step:
             # Weights that were updated in the slot leave it for their home.
             self.slots[cost.name] = max(end_s, self.back_s.pop(cost.name, 0.0))
 
-    def _gradient(self, cost: UnitCost, unit: UnitPlan, computed_s: float) -> None:
-        meets_s, sends, is_unit = exchange_s(cost, unit), sends_gradients(cost, unit), cost.role == UnitRole.LAYER
+    def _deliver(self, cost: UnitCost, unit: UnitPlan, computed_s: float) -> float:
+        """A unit's gradients are there; returns when the compute stream goes on.
+
+        Those that go home, or meet those of other ranks, take a place, the stem's as the units': with all places taken
+        it waits for the oldest.
+        """
+        meets_s, sends = exchange_s(cost, unit), sends_gradients(cost, unit)
+        if not (meets_s or sends):
+            self.gradient_s[cost.name] = computed_s
+            return computed_s
         if meets_s:
             slot_s = self.means.free_s() if sends else 0.0
             computed_s = self.clock.run(
                 f"exchange {cost.name}", Resource.EXCHANGE, meets_s, computed_s, slot_s, num_bytes=cost.gradient_bytes
             )
             self.gradients.use(computed_s)
-        if not sends:
-            self.gradient_s[cost.name] = computed_s
-            return
+        self.gradient_s[cost.name] = self._send(cost, computed_s, exchanged=meets_s > 0) if sends else computed_s
+        return self.clock.wait(Resource.COMPUTE, self.gradients.free_s())
+
+    def _send(self, cost: UnitCost, computed_s: float, *, exchanged: bool) -> float:
+        """A unit's gradients go home; returns when they can be used there."""
         sent_s = self.clock.run(
             f"gradients {cost.name}", Resource.D2H, cost.gradient_d2h_s, computed_s, num_bytes=cost.gradient_bytes
         )
-        if meets_s:
-            self.means.use(sent_s)
-        elif is_unit:
-            self.gradients.use(sent_s)
-        self.gradient_s[cost.name] = (
-            self.clock.run(f"accumulate {cost.name}", Resource.WORKER, cost.accumulate_s, sent_s)
-            if cost.accumulate_s
-            else sent_s
-        )
+        (self.means if exchanged else self.gradients).use(sent_s)
+        if not cost.accumulate_s:
+            return sent_s
+        return self.clock.run(f"accumulate {cost.name}", Resource.WORKER, cost.accumulate_s, sent_s)
 
     def _renew_stem(self, stem: Sequence[tuple[UnitCost, UnitPlan]]) -> None:
         """Brings the stem's weights up to date where its states rest off the GPU."""

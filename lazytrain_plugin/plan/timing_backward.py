@@ -11,13 +11,12 @@ from lazytrain_plugin.plan.capacity import offloaded_mib
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
 from lazytrain_plugin.plan.program_inputs import again_ms, nvme_input_mib
-from lazytrain_plugin.plan.simulate import MEANS
+from lazytrain_plugin.plan.simulate import MEANS, stem_gradients
 from lazytrain_plugin.plan.timing_forward import (
     has_streams,
     last_sent_ms,
     loss_ms,
     returns_weights,
-    stem_indices,
     tail_ms,
     worker_ms,
 )
@@ -87,7 +86,7 @@ def add_backward(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
     Rows: `backward_order(u)`, ...
     recompute(u) = forward time - sum over a of what strategy a saves of it, + forward time(u-1) drop(u).
     """
-    last, heads = len(problem.units) - 1, stem_indices(problem, first=False)
+    last, (early, _) = len(problem.units) - 1, stem_gradients(problem.stem)
     arrived = v.returned_ms or v.backward_weights_ms
     for u in reversed(range(last + 1)):
         cost = problem.units[u]
@@ -99,9 +98,9 @@ def add_backward(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
         if u + ahead <= last and cost.num_trainable:
             sent = (v.exchanged_ms or v.gradients_sent_ms)[u + ahead]
             model.addConstr(v.backward_ms[u] >= sent, name=name("backward_slot", u))
-        elif v.exchanged_ms and last < u + ahead <= last + len(heads) and cost.num_trainable:
-            # The head's exchange takes a slot too.
-            sent = v.stem_exchanged_ms[heads[last - u - ahead]]
+        elif v.exchanged_ms and last < u + ahead <= last + len(early) and cost.num_trainable:
+            # The stem's exchanges take slots too.
+            sent = v.stem_exchanged_ms[early[last - u - ahead]]
             model.addConstr(v.backward_ms[u] >= sent, name=name("backward_slot", u))
 
 
@@ -118,14 +117,14 @@ def add_exchange(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
 
     exchanged(u) >= backward(u) + exchange(u);  exchanged(u) >= exchanged(u+1) + exchange(u)
     exchanged(u) >= sent(u+2) + exchange(u) - tail (1 - sends(u)): two means at a time, one on its way home
-    unhidden >= exchanged(embedding) - backward(0). The head's meet first, the embedding's last; `exchange` has the
+    unhidden >= exchanged(embedding) - end. The head's meet first, the embedding's last; `exchange` has the
     gather of the means where every rank updates the whole unit. Rows: `exchange(u)`, `exchange_order(u)`.
     """
     if not problem.exchanges:
         return
     before: Expression = 0
-    tail = tail_ms(problem)
-    for s in stem_indices(problem, first=False):
+    tail, (early, late) = tail_ms(problem), stem_gradients(problem.stem)
+    for s in early:
         cost = problem.stem[s]
         duration = _exchange_ms(cost, 1 - v.stem_on_gpu[s])
         before = _add_send(model, cost.name, v.stem_exchanged_ms[s], 0, before, duration, kind="exchange")
@@ -135,11 +134,11 @@ def add_exchange(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
         if u + MEANS < len(problem.units):
             sent = v.gradients_sent_ms[u + MEANS] - tail * (1 - v.sends(u))
             model.addConstr(before >= sent + duration, name=name("exchange_mean", u))
-    for s in stem_indices(problem, first=True):
+    for s in late:
         cost, computed = problem.stem[s], v.backward_ms[0]
         duration = _exchange_ms(cost, 1 - v.stem_on_gpu[s])
         before = _add_send(model, cost.name, v.stem_exchanged_ms[s], computed, before, duration, kind="exchange")
-    model.addConstr(v.unhidden_ms >= before - v.backward_ms[0], name="unhidden")
+    model.addConstr(v.unhidden_ms >= before - v.end_ms, name="unhidden")
 
 
 def _exchange_ms(cost: UnitCost, sends: Expression) -> Expression:
@@ -150,31 +149,64 @@ def add_gradients(model: highspy.Highs, problem: PlacementProblem, v: Variables)
     """Gradients cross D2H in reverse order, after what forward sent (Eq. 17).
 
     sent(u) >= backward(u) + send(u) sends(u);  sent(u) >= sent(u+1) + send(u) sends(u)
-    The head's go first (after left(N-1) - loss), the embedding's last. With several ranks `exchanged` takes the place
-    of `backward`. Rows: `send(u)`, `send_order(u)`.
+    The head's go first (after left(N-1) - loss), then the small tensors', the embedding's last. With several ranks
+    `exchanged` takes the place of `backward`. Rows: `send(u)`, `send_order(u)`.
     """
     before: Expression = v.left_ms[-1] - v.loss_ms if v.left_ms else 0
-    last = stem_indices(problem, first=False)
+    early, late = stem_gradients(problem.stem)
     if v.repeat_left_ms and problem.units:
         # Every micro-batch's forward leaves as much to do; its backward is counted alike.
-        sent = v.stem_sent_ms[last[0]] if last else v.gradients_sent_ms[-1]
+        sent = v.stem_sent_ms[early[0]] if early else v.gradients_sent_ms[-1]
         done = v.repeat_left_ms[-1] - v.repeat_ms[-1] - loss_ms(problem)
         duration = (
-            _stem_send(problem, v, last[0])
-            if last
+            _stem_send(problem, v, early[0])
+            if early
             else ms(problem.units[-1].gradient_d2h_s) * v.sends(len(problem.units) - 1)
         )
         model.addConstr(sent >= done + duration, name="send_after_repeat")
-    for s in last:
+    for s in early:
         computed = v.stem_exchanged_ms[s] if v.stem_exchanged_ms else 0
         before = _add_send(model, problem.stem[s].name, v.stem_sent_ms[s], computed, before, _stem_send(problem, v, s))
     for u in reversed(range(len(problem.units))):
         duration = ms(problem.units[u].gradient_d2h_s) * v.sends(u)
         computed = (v.exchanged_ms or v.backward_ms)[u]
         before = _add_send(model, u, v.gradients_sent_ms[u], computed, before, duration)
-    for s in stem_indices(problem, first=True):
+    for s in late:
         computed = v.stem_exchanged_ms[s] if v.stem_exchanged_ms else v.backward_ms[0]
         before = _add_send(model, problem.stem[s].name, v.stem_sent_ms[s], computed, before, _stem_send(problem, v, s))
+    _add_places(model, problem, v, early, late)
+
+
+def _add_places(model, problem: PlacementProblem, v: Variables, early: list[int], late: list[int]) -> None:
+    """The stem's gradients take places too: with all R taken, backward goes on when the oldest have arrived.
+
+    Of what goes home k-th, the head's first: backward >= sent(k-R+1) - behind (1 - sends(k)), `backward` being the next
+    unit's without its computing, the unit's own, or for the embedding's the end. Between units it is Eq. 16's row.
+    Rows: `place(k)`.
+    """
+    behind, last = _behind_ms(problem), len(problem.units) - 1
+    begin: Expression = 0
+    if problem.units:
+        cost = problem.units[-1]
+        begin = v.backward_ms[last] - ms(cost.backward_s) - recompute_ms(cost, v, last) - again_ms(problem, v, last)
+    order = [(problem.stem[s].name, v.stem_sent_ms[s], 1 - v.stem_on_gpu[s], begin) for s in early]
+    order += [(u, v.gradients_sent_ms[u], v.sends(u), v.backward_ms[u]) for u in reversed(range(last + 1))]
+    model.addConstr(v.end_ms >= v.backward_ms[0], name="backward_end")
+    order += [(problem.stem[s].name, v.stem_sent_ms[s], 1 - v.stem_on_gpu[s], v.end_ms) for s in late]
+    ahead = problem.gradient_slots - 1
+    for k, (label, _, sends, goes_on) in enumerate(order):
+        oldest = k - ahead
+        between_units = isinstance(label, int) and oldest >= len(early)
+        if ahead < 1 or oldest < 0 or between_units or not problem.has_gpu or problem.exchanges:
+            continue  # exchanges have rows of their own
+        model.addConstr(goes_on >= order[oldest][1] - behind * (1 - sends), name=name("place", label))
+
+
+def _behind_ms(problem: PlacementProblem) -> float:
+    """Most that D2H can be behind backward: gradients, and what forward left it to do."""
+    leaving = max((cost.boundary_bytes + cost.kept_bytes for cost in problem.units), default=0)
+    states = sum(cost.streamed_out_bytes + cost.weight_bytes for cost in problem.units[-2:])
+    return tail_ms(problem) + ms(problem.d2h_s(problem.activation_slots * leaving + states))
 
 
 def add_accumulation(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -186,9 +218,10 @@ def add_accumulation(model: highspy.Highs, problem: PlacementProblem, v: Variabl
     if not problem.has_accumulation:
         return
     before: Expression = 0
-    order = [*((s, False) for s in stem_indices(problem, first=False))]
+    early, late = stem_gradients(problem.stem)
+    order = [*((s, False) for s in early)]
     order += [*((u, True) for u in reversed(range(len(problem.units))))]
-    order += [*((s, False) for s in stem_indices(problem, first=True))]
+    order += [*((s, False) for s in late)]
     for index, is_unit in order:
         cost = (problem.units if is_unit else problem.stem)[index]
         done = (v.accumulated_ms if is_unit else v.stem_accumulated_ms)[index]
@@ -230,7 +263,7 @@ def add_repeated_forward(model: highspy.Highs, problem: PlacementProblem, v: Var
         if not v.repeat_left_ms:
             continue
         leaving = ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)
-        before = v.repeat_left_ms[u - 1] if u else last_sent_ms(problem, v) - v.backward_ms[0]
+        before = v.repeat_left_ms[u - 1] if u else last_sent_ms(problem, v) - v.end_ms
         model.addConstr(v.repeat_left_ms[u] >= before + leaving, name=name("repeat_left_order", u))
         model.addConstr(v.repeat_left_ms[u] >= v.repeat_ms[u] + leaving, name=name("repeat_left", u))
         if u >= problem.activation_slots:
@@ -253,13 +286,13 @@ def _stem_send(problem: PlacementProblem, v: Variables, s: int) -> Expression:
 def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """The step's time, and what each resource alone needs for it (Eq. 20). Rows: `step_time`, `load(...)`.
 
-    step = loss + (A - 1) (repeat(N-1) + loss time) + A backward(0) + unhidden
+    step = loss + (A - 1) (repeat(N-1) + loss time) + A end + unhidden
     step >= all updates and additions of the worker; step >= all copies of a direction; >= all NVMe reads, writes;
     >= all exchanges with other ranks. The loads are implied for whole steps; they tighten the relaxation and keep a
     backlog from growing from step to step.
     """
     micro_batches = problem.accumulation_steps
-    step: Expression = v.loss_ms + micro_batches * v.backward_ms[0] + v.unhidden_ms
+    step: Expression = v.loss_ms + micro_batches * v.end_ms + v.unhidden_ms
     if problem.has_accumulation:
         step = step + (micro_batches - 1) * (v.repeat_ms[-1] + loss_ms(problem))
     model.addConstr(v.step_ms == step, name="step_time")

@@ -11,7 +11,7 @@ import highspy
 from lazytrain_plugin.plan.capacity import offloaded_mib
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
-from lazytrain_plugin.plan.simulate import NEEDED_FIRST
+from lazytrain_plugin.plan.simulate import NEEDED_FIRST, stem_gradients
 from lazytrain_plugin.plan.variables import Expression, Variables
 from lazytrain_plugin.units import MIB
 
@@ -20,13 +20,13 @@ def add_updates(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
     """The worker updates in forward order, each unit once its gradients rest on the host (Eq. 10).
 
     updated(u) >= updated(u-1) + update(u) on_worker(u) + delay(u)
-    updated(u) >= arrived(u) - backward(0) - unhidden + update(u) on_worker(u) + delay(u) - tail (1 - sends(u))
+    updated(u) >= arrived(u) - end - unhidden + update(u) on_worker(u) + delay(u) - tail (1 - sends(u))
     `delay` is what the activations of unit u that leave the GPU in forward cost the worker.
     `arrived` is the gradients' time in the backward before (the step repeats); `tail` bounds what the links and the
     worker still have to do when backward ends. For streamed states `updated` is when their gradients are there. Rows:
     `update_order(u)`, `update_gradients(u)`.
     """
-    backward_end = v.backward_ms[0] + v.unhidden_ms
+    backward_end = v.end_ms + v.unhidden_ms
     arrived = v.accumulated_ms if problem.has_accumulation else v.gradients_sent_ms
     stem_arrived = v.stem_accumulated_ms if problem.has_accumulation else v.stem_sent_ms
     tail = tail_ms(problem)
@@ -223,7 +223,7 @@ def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Vari
     """What crosses D2H in forward: updated states as early as they are here, activations as they are computed (Eq. 14).
 
     states_back(u) >= states_back(u-1) + activations(u-2) + states_out(u) streams_states(u);
-    u = 0: the last gradient's arrival - backward(0) - unhidden + ...
+    u = 0: the last gradient's arrival - end - unhidden + ...
     states_back(u) >= forward_weights(u) + (gpu_update(u) + last chunk of states_out(u)) streams_states(u)
     states_back(u) >= forward_weights(u) + (states_out(u) - (states_in(u) - its first chunk)) streams_states(u)
     left(u) >= each of left(u-1), forward(u), + activations(u), the last also >= states_back(N-1) + activations(N-1)
@@ -233,7 +233,7 @@ def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Vari
         return
     for u, cost in enumerate(problem.units):
         states, here = _states_out_ms(problem, v, u), v.forward_weights_ms[u]
-        before = v.states_back_ms[u - 1] if u else last_sent_ms(problem, v) - v.backward_ms[0] - v.unhidden_ms
+        before = v.states_back_ms[u - 1] if u else last_sent_ms(problem, v) - v.end_ms - v.unhidden_ms
         if u > 1:
             before = before + ms(problem.d2h_s(MIB)) * offloaded_mib(problem.units[u - 2], v, u - 2)
         model.addConstr(v.states_back_ms[u] >= before + states, name=name("states_back_order", u))
@@ -300,8 +300,8 @@ def stem_indices(problem: PlacementProblem, *, first: bool) -> list[int]:
 
 def last_sent_ms(problem: PlacementProblem, v: Variables) -> Expression:
     """When the last gradients of a backward have left the GPU."""
-    first = stem_indices(problem, first=True)
-    return v.stem_sent_ms[first[-1]] if first else v.gradients_sent_ms[0]
+    _, late = stem_gradients(problem.stem)
+    return v.stem_sent_ms[late[-1]] if late else v.gradients_sent_ms[0]
 
 
 def loss_ms(problem: PlacementProblem) -> float:

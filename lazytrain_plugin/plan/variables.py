@@ -51,6 +51,8 @@ class Variables:
     backward_weights_ms: list[Column] = field(default_factory=list)
     returned_ms: list[Column] = field(default_factory=list)
     backward_ms: list[Column] = field(default_factory=list)
+    end_ms: Column = None
+    """Backward's end: unit 0's, and a place for the embedding's gradient."""
     gradients_sent_ms: list[Column] = field(default_factory=list)
     stem_sent_ms: list[Column] = field(default_factory=list)
     accumulated_ms: list[Column] = field(default_factory=list)
@@ -232,6 +234,7 @@ def define_times(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
     for attribute, kind in per_stem.items():
         setattr(v, attribute, [_positive(model, name(kind, stem_name)) for stem_name in stem])
     v.loss_ms = _positive(model, "loss")
+    v.end_ms = _positive(model, "end")
     v.step_ms = _positive(model, "step")
 
 

@@ -92,7 +92,6 @@ class Executor:
         """Gets a call whose forward ran again, its inputs and its outputs' gradients, while the unit is leased."""
         self.plan: PlacementPlan | None = None
         self._slots: WeightSlots | None = None
-        self._idle_since = None
         self._outside = OutsideChanges(self)
         self._hooks: list = []
         self._find_tensors(discovery, dtypes)
@@ -283,7 +282,7 @@ class Executor:
         self._arrivals.discard([unit for unit in self.all_units if unit.arrived])
 
     def begin_forward(self, *, training: bool = True) -> None:
-        """Called before the model runs: books the time since the last gradient, and takes over changed weights.
+        """Called before the model runs: books the time since the last update, and takes over changed weights.
 
         `training`: every rank calls it. Other forwards are each rank's own.
         """
@@ -295,9 +294,7 @@ class Executor:
         self.streams.run_backward_on_one_thread(True)
         self._table.check_groups(self.optimizer)
         self._outside.before_forward(self.ranks if training else None)
-        if self._idle_since is not None and self.streams.is_cuda:
-            self.streams.trace.add_events("step", self._idle_since, self.streams.record(timing=True))
-        self._idle_since = None
+        self.streams.end_idle()
 
     def step(self, max_norm: float) -> tuple[GradientNorm, bool]:
         """Fixes this step's scalars and starts the updates; returns before they are done.
@@ -308,7 +305,7 @@ class Executor:
         Returns:
             The norm before clipping, and whether the step is applied: a non-finite gradient skips it.
         """
-        self._idle_since = self.streams.record(timing=True)
+        self.streams.begin_idle()
         self.share_changes()
         self._outside.before_update()
         norm = self._arrivals.complete(self.all_units)
@@ -324,7 +321,7 @@ class Executor:
         if not self.updater.native:
             self.worker.drain()  # the last step's updates may still write to the groups
         scalars = read_scalars(self.optimizer, norm.clip_factor(max_norm))
-        gradients_done = self.streams.record()
+        gradients_done = self.streams.end_idle()  # updates on the compute stream are work
         self._nvme.read_ahead(arrivals)
         for unit, arrived in arrivals.items():
             resolve = partial(self._outside.settle_asked, unit)
@@ -339,6 +336,7 @@ class Executor:
                 self.forget_copies(unit)
                 ticket = self._updates.submit(unit, arrived, scalars, gradients_done)
                 unit.mark_pending(ticket, resolve)
+        self.streams.begin_idle()
         if self._slots is not None and self._streamed_updates.queued:
             first = self._order.streamed[: self._num_slots]
             self._prefetch(first, frozenset(first))

@@ -38,7 +38,7 @@ class Trace:
 
     Causes: `weights` (a transfer to the GPU), `update` (an optimizer update that forward needed),
     `gradients` (a gradient slot still on its way home), `activations` (a unit's input on its way),
-    `step` (from the last gradient to the next forward).
+    `step` (between two steps: from the last gradient to the next forward, without updates on this stream).
     """
 
     def __init__(self) -> None:
@@ -88,6 +88,7 @@ class Streams:
         self.trace = Trace()
         self.phase = "forward"
         """What computes now, forward or backward: names the copies that are started for it."""
+        self._idle_since = None
         self._transfer_delay_s = transfer_delay_s
         """Race tests make every transfer late by this much, so that a missing wait shows."""
         if self.is_cuda:
@@ -147,6 +148,18 @@ class Streams:
             since = self.record(timing=True)
         compute.wait_event(event)
         self.trace.add_events(cause, since, self.record(timing=True))
+
+    def begin_idle(self) -> None:
+        """Nothing is left to compute between two steps."""
+        self._idle_since = self.record(timing=True)
+
+    def end_idle(self):
+        """The compute stream gets work again, and the time without is booked; returns the event of now."""
+        since, now = self._idle_since, self.record(timing=True)
+        if since is not None and self.is_cuda:
+            self.trace.add_events("step", since, now)
+        self._idle_since = None
+        return now
 
     @contextlib.contextmanager
     def host_waits(self, cause: str):

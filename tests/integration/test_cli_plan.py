@@ -1,15 +1,19 @@
 """`lazytrain plan | explain | profile` as a user types them."""
 
+import io
 import json
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import transformers
 import typer
 from transformers import Qwen2Config
 from typer.testing import CliRunner
 
-from lazytrain_plugin.integration import cli_plan, measure_nvme
+from lazytrain_plugin.integration import cli_plan, measure_nvme, meta_model
 from lazytrain_plugin.plan.greedy import greedy_plan
 from lazytrain_plugin.plan.measured import MeasuredStep, MeasuredTrace
 from lazytrain_plugin.plan.result import PlacementPlan
@@ -26,7 +30,7 @@ def lazytrain():
     app = typer.Typer()
     cli_plan.register(app)
     runner = CliRunner(env={"COLUMNS": "140"})
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
+    return lambda *arguments, **options: runner.invoke(app, [str(argument) for argument in arguments], **options)
 
 
 @pytest.fixture
@@ -106,10 +110,45 @@ def test_what_does_not_fit_exits_with_need_and_have(lazytrain, config_7b):
     assert result.stdout == ""
 
 
+def test_no_network_is_found_out_in_seconds(lazytrain, monkeypatch):
+    """The hub's own client would go on trying for half a minute."""
+    asked, begin_s = [], time.perf_counter()
+
+    def hangs(address):  # as a look-up of a name does
+        time.sleep(1)
+        raise OSError
+
+    monkeypatch.setattr(meta_model, "HUB_ANSWERS_S", 0.05)
+    monkeypatch.setattr(meta_model.socket, "create_connection", hangs)
+    load = transformers.AutoConfig.from_pretrained
+    monkeypatch.setattr(
+        transformers.AutoConfig, "from_pretrained", lambda name, **how: asked.append(how) or load(name, **how)
+    )
+    result = lazytrain("plan", "no/such/model", "--hardware", H200)
+    assert result.exit_code == 1 and "or the id of a model on the hub" in result.stderr
+    assert asked == [{"local_files_only": True}]
+    assert time.perf_counter() - begin_s < 1
+    monkeypatch.setattr(meta_model.socket, "create_connection", lambda address: io.BytesIO())
+    lazytrain("plan", "no/such/model", "--hardware", H200)
+    assert asked[1:] == [{"local_files_only": False}]
+
+
+def test_names_stay_whole_in_a_pipe(lazytrain, profile_2b, tmp_path):
+    """They are looked for there; in a terminal the table is as wide as that."""
+    plan, in_columns = tmp_path / "plan.json", partial(lazytrain, env={"COLUMNS": None})
+    result = in_columns("plan", profile_2b, "--hardware", H200, "--micro-batch", 8, "--out", plan)
+    rows = [line for line in result.output.splitlines() if "stem.model.embed_tokens.weight" in line and "│" in line]
+    assert len(rows) == 1
+    assert max(map(len, lazytrain("explain", plan, env={"COLUMNS": "60"}).output.splitlines())) <= 60
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "no/such/model", "--hardware", H200], "no network"),
+        (
+            ["plan", "no/such/model", "--hardware", H200],
+            "no network): give a config.json, a folder that holds one, or the id of a model on the hub",
+        ),
         (["plan", "missing.json", "--hardware", H200], "no config at"),
         (["plan", "{folder}", "--hardware", "missing_box.json"], "can't be read"),
         (["plan", "{folder}", "--hardware", H200, "--gpu-memory-gib", "-4"], "gpu-memory-gib is -4"),

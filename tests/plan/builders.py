@@ -74,7 +74,27 @@ def hardware(*, gpu_gib: float = 8, cpu_gib: float = 16, **changes) -> HardwareP
     return HardwareProfile(**{**values, **changes})
 
 
+def solve_whole(problem, *, time_limit_s: float, gap_frac: float):
+    """The whole program by HiGHS alone, with nothing to start from."""
+    from lazytrain_plugin.plan.program import build_program, configure, run_program
+
+    program, variables = build_program(problem)
+    configure(program)
+    return run_program(problem, program, variables, start=None, time_limit_s=time_limit_s, gap_frac=gap_frac)
+
+
 GPU_RESERVE_GIB = GPU_RESERVE_BYTES / GIB
 """What every plan on a GPU starts from."""
 
-__all__ = ["GIB", "GPU_RESERVE_BYTES", "GPU_RESERVE_GIB", "MATRIX", "MIB", "hardware", "layer", "model", "tensor"]
+__all__ = [
+    "GIB",
+    "GPU_RESERVE_BYTES",
+    "GPU_RESERVE_GIB",
+    "MATRIX",
+    "MIB",
+    "hardware",
+    "layer",
+    "model",
+    "solve_whole",
+    "tensor",
+]

@@ -1,13 +1,16 @@
 """What another choice for one unit would change, against plans that make that choice."""
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.plan import explain_unit
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.explain import find_unit
-from lazytrain_plugin.plan.explain_unit import alternatives
+from lazytrain_plugin.plan.explain_unit import alternatives, explain_choice
 from lazytrain_plugin.plan.greedy import fits, leanest_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
@@ -74,3 +77,20 @@ def test_a_small_tensor_of_the_stem_is_found_by_the_model_alone():
     assert find_unit(plan, "layers.3.w1") == (plan.unit("layers.3"), None)
     with pytest.raises(PlanMismatchError, match="no unit"):
         find_unit(plan, "norm", MODEL)
+
+
+def test_what_changes_next_to_nothing_is_called_as_fast():
+    """Predictions can't be told apart by a thousandth: nobody should move a layer for it."""
+    assert explain_unit._change(0.9986, 1.0) == explain_unit._change(1.0014, 1.0) == "as fast"
+    assert explain_unit._change(0.99, 1.0) == "-10.0 ms" and explain_unit._change(1.01, 1.0) == "+10.0 ms"
+    problem, plan = lean()
+    within = replace(problem, gpu_budget_bytes=1 << 40)
+    profile = next(unit for unit in MODEL.units if unit.name == "layers.2")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(explain_choice(within, plan, profile))
+    rows = {o.text: o.step_s for o in alternatives(within, plan, "layers.2")}
+    step_s = simulate(problem, plan).step_s
+    for line in console.export_text().splitlines():
+        text = line.strip("│ ").split("  ")[0]
+        if text in rows:
+            assert ("as fast" in line) == (abs(rows[text] / step_s - 1) < explain_unit.LEAST_CHANGE_FRAC)

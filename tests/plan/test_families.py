@@ -14,7 +14,6 @@ from lazytrain_plugin.plan.accounting import account  # noqa: E402
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, saving_choices  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.problem import StrategyCost, build_problem  # noqa: E402
-from lazytrain_plugin.plan.program import run_highs  # noqa: E402
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest  # noqa: E402
 from lazytrain_plugin.plan.simulate import simulate  # noqa: E402
 from lazytrain_plugin.plan.solve import solve_problem  # noqa: E402
@@ -190,7 +189,7 @@ def ten_units(family, seed, accumulation, **changes):
 def test_the_program_and_the_simulator_tell_the_same_time(family, accumulation, seed):
     """On the safe side where they differ; with every unit made to use the family."""
     problem = ten_units(family, seed, accumulation)
-    outcome = run_highs(problem, start=None, time_limit_s=3, gap_frac=0.02)
+    outcome = builders.solve_whole(problem, time_limit_s=3, gap_frac=0.02)
     replayed_s = simulate(problem, outcome.plan).step_s
     assert replayed_s * 0.99 <= outcome.step_s <= replayed_s * 1.08
     assert fits(problem, outcome.plan)

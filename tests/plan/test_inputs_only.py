@@ -8,10 +8,10 @@ import pytest
 
 highspy = pytest.importorskip("highspy")
 
+from lazytrain_plugin.plan import last_resort  # noqa: E402
 from lazytrain_plugin.plan.accounting import account  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.inputs_only import decide_inputs  # noqa: E402
-from lazytrain_plugin.plan.last_resort import fewest_dropped  # noqa: E402
 from lazytrain_plugin.plan.problem import SAVED_FRAGMENTATION_FRAC, build_problem  # noqa: E402
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest  # noqa: E402
 from lazytrain_plugin.plan.simulate import simulate  # noqa: E402
@@ -88,6 +88,13 @@ def exposed_s(problem, plan):
 def counts(plan):
     """Inputs on the GPU, on the host, on NVMe, dropped."""
     return [sum(unit.boundary == tier for unit in plan.units) for tier in (Tier.GPU, Tier.CPU, Tier.NVME, None)]
+
+
+def fewest_dropped(problem, plan):
+    """The same homes with as few dropped inputs as the last resort finds."""
+    most = last_resort._most_dropped(problem, plan)
+    found = [other for start in most for other in last_resort._fewer_dropped(problem, start)]
+    return min(found, key=lambda other: simulate(problem, other).step_s)
 
 
 @pytest.mark.parametrize("cpu_gib", [CPU_GIB, 8])

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.choices import HOMES
 from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.replay import Judge
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.simplify import LEAST_GAIN_FRAC, complexity, simplest
+from lazytrain_plugin.profile.model import UnitProfile, UnitRole
 from lazytrain_plugin.vocab import Activations, Tier
 from tests.plan import builders
 
@@ -75,3 +77,16 @@ def test_never_slower_than_what_must_not_be_beaten():
     judge = Judge(one)
     best_s = min(judge.step_s(plan) for plan in (lean, resident))
     assert simplest(one, [lean, resident], never_above_s=best_s)[1] == best_s
+
+
+def test_states_of_small_tensors_rest_beside_them():
+    """Sent home after the head's gradient, theirs would hold backward until that has arrived."""
+    model = builders.model(6)
+    norm = UnitProfile(name="stem.rest", tensors=(builders.tensor("norm", 1),), role=UnitRole.REST)
+    model = replace(model, stem=(norm, *model.stem))
+    one = build_problem(model, builders.hardware(), PlanRequest(max_tokens=1024))
+    plan, step_s = simplest(one, [leanest_plan(one)])
+    assert [unit.states for unit in plan.stem] == [Tier.GPU, Tier.CPU, Tier.CPU]
+    assert step_s < Judge(one).step_s(leanest_plan(one))
+    tight = replace(one, gpu_budget_bytes=account(one, leanest_plan(one)).need_bytes()["gpu"])
+    assert simplest(tight, [leanest_plan(one)])[0].stem[0].states == Tier.CPU

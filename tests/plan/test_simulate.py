@@ -85,6 +85,29 @@ def test_gradient_slots_hold_the_backward_back():
     assert step_s(problem) == pytest.approx(3 + 3 + 10 + 10 + 10)
 
 
+def test_with_one_gradient_slot_backward_waits_for_every_gradient():
+    # Only unit 0's weights may be updated and fetched late: its gradient arrives with the end of backward.
+    assert step_s(replace(timed(forward=1.0, d2h=10.0), gradient_slots=1)) == pytest.approx(3 + 3 * (3 + 10))
+
+
+def test_gradients_of_the_stem_take_slots_too():
+    """The head's crosses the link while the last unit computes, unless something small has to go after it."""
+    head = stem_unit(UnitRole.HEAD, gradient_d2h_s=5.0)
+    rest = stem_unit(UnitRole.REST)
+    problem = timed(stem=[rest, head])
+    lean = leanest_plan(problem)
+    norm_on_gpu = replace(lean, stem=(replace(lean.stem[0], **ON_GPU), lean.stem[1]))
+    assert step_s(problem, norm_on_gpu) == pytest.approx(24)
+    assert step_s(problem) == pytest.approx(24 + 5)
+    # With three slots both may be on their way, and the last unit, whose gradients are the third to go, hides them.
+    assert step_s(replace(problem, gradient_slots=3)) == pytest.approx(24)
+    # The embedding's, the last to go, needs the place of the unit's before it.
+    slow = timed(d2h=7.0, stem=[stem_unit(UnitRole.EMBEDDING)])
+    resident = replace(leanest_plan(slow), stem=(replace(leanest_plan(slow).stem[0], **ON_GPU),))
+    assert step_s(slow) == pytest.approx(step_s(slow, resident))
+    assert simulate(slow, leanest_plan(slow)).backward_s == pytest.approx(simulate(slow, resident).backward_s + 7)
+
+
 def test_kept_units_save_their_recompute():
     problem = timed()
     lean = leanest_plan(problem)

@@ -15,7 +15,7 @@ from lazytrain_plugin.plan.check import check_plan  # noqa: E402
 from lazytrain_plugin.plan.cluster import Cluster  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, greedy_plan, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.problem import build_problem  # noqa: E402
-from lazytrain_plugin.plan.program import build_program, run_highs  # noqa: E402
+from lazytrain_plugin.plan.program import build_program  # noqa: E402
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest  # noqa: E402
 from lazytrain_plugin.plan.simulate import simulate  # noqa: E402
 from lazytrain_plugin.plan.solve import solve_plan, solve_problem  # noqa: E402
@@ -124,7 +124,7 @@ def test_the_program_and_the_simulator_tell_the_same_time(seed, accumulation, no
             cluster=Cluster(nodes=nodes, ranks_per_node=1, **links),
         ),
     )
-    outcome = run_highs(problem, start=None, time_limit_s=10, gap_frac=0.01 if nodes == 1 else 0.05)
+    outcome = builders.solve_whole(problem, time_limit_s=10, gap_frac=0.01 if nodes == 1 else 0.05)
     replayed_s = simulate(problem, outcome.plan).step_s
     assert replayed_s * 0.995 <= outcome.step_s <= replayed_s * 1.05
 

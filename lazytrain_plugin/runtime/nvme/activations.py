@@ -97,11 +97,6 @@ class NvmeActivations:
             self._tier.give_back(region)
 
     @property
-    def staging_bytes(self) -> int:
-        """Host memory that is allocated now."""
-        return self._staging.allocated_bytes if self._staging is not None else 0
-
-    @property
     def free_bytes(self) -> int:
         """Disk space that waits for its next use."""
         self._take_back()

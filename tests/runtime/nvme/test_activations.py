@@ -145,10 +145,10 @@ def test_memory_holds_the_slots_and_the_disk_one_pass(disk, device):
         gc.collect()
         executor.flush()
         used.append((tier.used_bytes, nvme.free_bytes))
-        assert 0 < nvme.staging_bytes <= 2 * 4096
+        assert 0 < nvme._staging.allocated_bytes <= 2 * 4096
     assert used[0] == used[1] == used[2] == (6 * 4096, 6 * 4096)
     executor.place(plan_for(model, device=device))
-    assert (tier.used_bytes, nvme.staging_bytes) == (0, 0)
+    assert (tier.used_bytes, nvme._staging) == (0, None)
     executor.close()
 
 
@@ -286,6 +286,6 @@ def test_device_memory_falls_by_the_inputs(disk):
             executor.step(0.0)
         executor.flush()
         peaks[name] = torch.cuda.max_memory_allocated()
-        assert executor.activations.nvme.staging_bytes <= 3 * (ids.numel() * 24 * 4 + MIB)
+        assert executor.activations.nvme._staging.allocated_bytes <= 3 * (ids.numel() * 24 * 4 + MIB)
         executor.close()
     assert peaks["gpu"] - peaks["nvme"] > 15 * ids.numel() * 24 * 4
