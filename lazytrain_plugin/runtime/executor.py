@@ -31,6 +31,7 @@ from lazytrain_plugin.runtime.run_order import AGAIN, BACKWARD, FORWARD, RunOrde
 from lazytrain_plugin.runtime.shared_updates import SharedUpdates
 from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
 from lazytrain_plugin.runtime.slots import Outbox, WeightSlots
+from lazytrain_plugin.runtime.step_updates import StepUpdates
 from lazytrain_plugin.runtime.streamed_updates import StreamedUpdates
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Unit
@@ -110,6 +111,9 @@ class Executor:
                 ranks, between, self._sink, self.streams, self._table, average=average_gradients
             )
             self._updates = SharedUpdates(self, self._nvme, ranks, self._streamed_updates)
+        self._step_updates = StepUpdates(
+            self, self._updates, self._streamed_updates, self._outside.settle_asked, self._prefetch_first
+        )
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         groups = self.optimizer.param_groups if self.optimizer is not None and self.updater is not None else []
@@ -240,6 +244,12 @@ class Executor:
             if soon.update_ticket is None or soon.update_ticket.done:
                 self._slots.prefetch(soon, needed)
 
+    def _prefetch_first(self) -> None:
+        """As `_prefetch_after`, before any unit runs."""
+        if self._slots is not None:
+            first = self._order.streamed[: self._num_slots]
+            self._prefetch(first, frozenset(first))
+
     def settle(self, unit: Unit) -> None:
         """Waits until the unit's last update is done and visible to the compute stream."""
         if unit.streamed_update is not None:
@@ -321,26 +331,8 @@ class Executor:
         if not self.updater.native:
             self.worker.drain()  # the last step's updates may still write to the groups
         scalars = read_scalars(self.optimizer, norm.clip_factor(max_norm))
-        gradients_done = self.streams.end_idle()  # updates on the compute stream are work
         self._nvme.read_ahead(arrivals)
-        for unit, arrived in arrivals.items():
-            resolve = partial(self._outside.settle_asked, unit)
-            if unit.home.plan.streams_states and self.ranks is None:
-                self.forget_copies(unit)  # the weights at home may have been changed since
-                self._streamed_updates.queue(unit, arrived, scalars, self.updater, gradients_done, resolve)
-            elif unit.home.states_on_gpu:
-                with self.streams.computing(f"update {unit.name}"):
-                    self.updater.update(unit, arrived, scalars)
-                unit.home.drop_gradients()
-            else:
-                self.forget_copies(unit)
-                ticket = self._updates.submit(unit, arrived, scalars, gradients_done)
-                unit.mark_pending(ticket, resolve)
-        self.streams.begin_idle()
-        if self._slots is not None and self._streamed_updates.queued:
-            first = self._order.streamed[: self._num_slots]
-            self._prefetch(first, frozenset(first))
-        self._streamed_updates.begin_following(None)
+        self._step_updates.begin(arrivals, scalars)
         return norm, True
 
     def forget_copies(self, unit: Unit) -> None:
