@@ -142,5 +142,6 @@ def together(state: TrainState, action: Callable[[RankGroup | None], Any]) -> An
         ranks.barrier("start of a checkpoint")
     result = action(ranks)
     if ranks is not None:
+        state.flush()  # to disk with what was loaded, where other ranks read it
         ranks.barrier("end of a checkpoint")
     return result

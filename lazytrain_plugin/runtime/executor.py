@@ -99,7 +99,7 @@ class Executor:
         native = isinstance(updater, NativeAdamW)
         self._norm = TorchNorm() if not native else LaneNorm(len(self.trained_tensors), device)
         self._sink = GradientSink(self.streams, self.worker, self._norm)
-        self._nvme = NvmeStores(nvme, native=native, pin=self.streams.is_cuda)
+        self._nvme = NvmeStores(nvme, native=native, pin=self.streams.is_cuda, ranks=ranks)
         if nvme is not None:
             self.activations.nvme = NvmeActivations(self.streams, nvme)
         self._streamed_updates = StreamedUpdates(self.streams) if ranks is None else DividedUpdates(self.streams)
@@ -351,6 +351,8 @@ class Executor:
     def flush(self) -> None:
         """Waits until every update is done and every parameter shows its new value; takes changed weights over."""
         self._wait()
+        if self.ranks is not None:
+            self._nvme.write_states()
         if self.plan is not None:
             self._outside.take_over()
             # Nothing is pending now, so nobody would notice who writes through `.data`.

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from lazytrain_plugin.kernels.adamw import Moment8
 from lazytrain_plugin.kernels.split import join_master, split_master
-from lazytrain_plugin.kernels.state8 import dequantize_moment, quantize_moment
 from lazytrain_plugin.plan.result import UnitPlan
 from lazytrain_plugin.runtime.gradient_format import Gradient, GradientFormat, take_over
+from lazytrain_plugin.runtime.home_states import HomeStates
 from lazytrain_plugin.runtime.host_memory import HostBuffer
-from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
+from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor, elements
 from lazytrain_plugin.runtime.nvme.gradients import NvmeGradients
-from lazytrain_plugin.runtime.nvme.states import NvmeStates
 from lazytrain_plugin.runtime.nvme.stores import NvmeStores
 from lazytrain_plugin.runtime.nvme.weights import NvmeWeights
 from lazytrain_plugin.runtime.rank_group import RankGroup
-from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, CODEC, MOMENTS, has_codes, state_flats
+from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, state_flats
 from lazytrain_plugin.vocab import Tier, Updater
 
 
-class UnitHome:
+class UnitHome(HomeStates):
     """Weights, remainders, moments and gradients of one unit.
 
     Weights rest on the GPU (`gpu_weights`) or in host memory (`host_weights`); a GPU-resident unit with a CPU
@@ -35,7 +33,8 @@ class UnitHome:
     gradients there within `gradients_in_memory`, and sums over micro-batches within `sums_in_memory`.
 
     With several `ranks`, what is in host memory is there once for all ranks of a node, each of which updates its own
-    elements of it (`span`). What is on the GPU every rank has whole, and updates alike.
+    elements of it (`span`). Of states on NVMe each has those elements on its own. What is on the GPU every rank has
+    whole, and updates alike.
     """
 
     def __init__(
@@ -48,14 +47,10 @@ class UnitHome:
         nvme: NvmeStores | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
-        self.layout = layout
-        self.ranks = ranks
-        self.plan = plan
+        super().__init__(layout, plan, ranks, native=native)
         self.device = device
-        self.native = native
         self.on_gpu = plan.weights == Tier.GPU
         self.updates_on_gpu = plan.updater == Updater.GPU
-        self.states_on_gpu = plan.states == Tier.GPU
         pin = device.type == "cuda"
         trained = layout.state_numel > 0
         updated_at_home = not self.updates_on_gpu or (ranks is not None and plan.streams_states)
@@ -79,9 +74,6 @@ class UnitHome:
         self._host_gradients: torch.Tensor | None = None
         self._gpu_gradients: dict[UnitTensor, Gradient] = {}
         self.accumulator: torch.Tensor | None = None
-        self.remainder: torch.Tensor | None = None
-        self.moments: dict[str, torch.Tensor] = {}
-        self.nvme_states: NvmeStates | None = None
         self.nvme_gradients: NvmeGradients | None = None
         if trained:
             self._allocate_states(pin, nvme)
@@ -93,30 +85,10 @@ class UnitHome:
             return self.gpu_weights[tensor]
         return self.host_buffer.shown(tensor.dtype, tensor.weight_offset_bytes, tensor.numel)
 
-    # What this rank updates.
-
-    @property
-    def is_shared(self) -> bool:
-        """States and gradients are in host memory that ranks have in common; each updates a part of the unit."""
-        return self.ranks is not None and not self.states_on_gpu
-
     @property
     def shows_shared(self) -> bool:
         """Parameters at rest show host memory that ranks have in common."""
         return self.ranks is not None and not self.on_gpu
-
-    def part(self, local_rank: int) -> tuple[int, int]:
-        """[first, end) of the trained elements that a rank of the node updates: whole blocks of 256."""
-        num_blocks, num_ranks = self.layout.state_numel // ALIGNMENT_ELEMENTS, self.ranks.local_size
-        first, end = (num_blocks * rank // num_ranks for rank in (local_rank, local_rank + 1))
-        return first * ALIGNMENT_ELEMENTS, end * ALIGNMENT_ELEMENTS
-
-    def span(self, tensor: UnitTensor) -> slice:
-        """The elements of the tensor that this rank updates."""
-        if not self.is_shared:
-            return slice(0, tensor.numel)
-        first, end = (min(max(e - tensor.state_offset, 0), tensor.numel) for e in self.part(self.ranks.local_rank))
-        return slice(first, end)
 
     def _allocate_states(self, pin: bool, nvme: NvmeStores | None) -> None:
         if self.plan.gradient_tier == Tier.NVME:
@@ -125,42 +97,17 @@ class UnitHome:
             nbytes = self.gradient_format.arrival_bytes
             self.gradient_buffer = HostBuffer(nbytes, pin=pin, ranks=self.ranks)
             self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, nbytes)
-        flats = state_flats(self.layout, self.plan, native=self.native)
         if self.plan.states == Tier.NVME:
-            self.nvme_states = nvme.states(flats, what=f"states of {self.plan.name}")
+            self.nvme_states = nvme.states(self.layout, self.plan)
         else:
-            self._hold_states({key: self._state(key, dtype, numel) for key, dtype, numel in flats})
+            flats = state_flats(self.layout, self.plan, native=self.native)
+            self.held = self._holding({key: self._state(key, dtype, numel) for key, dtype, numel in flats})
         if self.is_shared:
             # Made while all ranks are here; takes no memory before it is used.
             self._make_accumulator()
 
     def _make_accumulator(self) -> None:
         self.accumulator = self._state(ACCUMULATOR, self.gradient_format.sum_dtype, self.gradient_format.sum_numel)
-
-    def _hold_states(self, flats: dict[str, torch.Tensor]) -> None:
-        self.remainder = flats.get("remainder")
-        self.moments = {key: flat for key, flat in flats.items() if key != "remainder"}
-
-    @contextmanager
-    def states_in_memory(self, *, changes: bool, write_now: bool = False) -> Iterator[None]:
-        """Within: the states can be worked on, wherever they rest. Nests.
-
-        Args:
-            changes: whether they are changed within.
-            write_now: for NVMe: start bringing changes to the disk at the end, in the background.
-
-        Raises:
-            StorageError: the disk failed.
-        """
-        if self.nvme_states is None:
-            yield
-            return
-        with self.nvme_states.in_memory(changes=changes, write_now=write_now):
-            self._hold_states(self.nvme_states.tensors)
-            try:
-                yield
-            finally:
-                self._hold_states(self.nvme_states.tensors if self.nvme_states.num_users > 1 else {})
 
     @contextmanager
     def gradients_in_memory(self) -> Iterator[None]:
@@ -208,17 +155,6 @@ class UnitHome:
             return tensor.weight_view(self.host_weights)
         return self.gpu_weights[tensor]
 
-    def remainder_of(self, tensor: UnitTensor) -> torch.Tensor | None:
-        return tensor.state_view(self.remainder) if tensor.is_split else None
-
-    def moment(self, tensor: UnitTensor, name: str) -> torch.Tensor | Moment8:
-        if has_codes(tensor, self.plan):
-            codes, scales = self.moments[f"{name}.codes"], self.moments[f"{name}.scales"]
-            return Moment8(codes=tensor.state_view(codes), scales=tensor.block_view(scales))
-        if self.plan.state_bits == 8:
-            return tensor.exact_view(self.moments[name])
-        return tensor.state_view(self.moments[name])
-
     def gradient(self, tensor: UnitTensor) -> Gradient:
         """The gradient as it arrived, 1-D [numel] in storage order, in the weight's dtype or in codes."""
         if self.states_on_gpu:
@@ -246,8 +182,7 @@ class UnitHome:
     # Masters and moments as fp32, for checkpoints and moves. Storage order, 1-D [numel], on the CPU.
 
     def read_master(self, tensor: UnitTensor) -> torch.Tensor:
-        with self.states_in_memory(changes=False) if tensor.is_split else nullcontext():
-            return self.master_on_device(tensor).cpu()
+        return self.master_on_device(tensor).cpu()
 
     def master_on_device(self, tensor: UnitTensor) -> torch.Tensor:
         """The fp32 master where the weight is (the weight itself where that is fp32)."""
@@ -255,25 +190,31 @@ class UnitHome:
         if not tensor.is_split:
             return weight.float()
         master = torch.empty(tensor.numel, dtype=torch.float32, device=weight.device)
-        join_master(weight, self.remainder_of(tensor).to(weight.device), master)
+        for span in self._each_part(tensor):
+            remainder = self.remainder_of(tensor, span).to(weight.device)
+            join_master(elements(weight, span), remainder, elements(master, span))
         return master
 
     def write_master(self, tensor: UnitTensor, values: torch.Tensor) -> None:
-        """Sets master and weight (both copies of it). `values`: fp32 or the weight's dtype, [numel]."""
+        """Sets master and weight (both copies of it). `values`: fp32 or the weight's dtype, [numel]; with several
+        ranks each gives the same."""
         weight = self.weight(tensor)
         if not tensor.is_split:
             weight.copy_(values)
         else:
             with self.states_in_memory(changes=True):
+                own = self.remainder_of(tensor)
                 if values.dtype == torch.bfloat16:
                     weight.copy_(values)  # the master of a bf16 value is that value
-                    self.remainder_of(tensor).zero_()
+                    own.zero_()
                 else:
-                    remainder = self.remainder_of(tensor)
-                    split = weight if weight.device == remainder.device else torch.empty_like(weight, device="cpu")
+                    split = weight if weight.device == own.device else torch.empty_like(weight, device="cpu")
+                    remainder = own.new_empty(tensor.numel) if self.is_divided else own
                     split_master(values.to(split.device, torch.float32), split, remainder)
                     if split is not weight:
                         weight.copy_(split)
+                    if remainder is not own:
+                        own.copy_(elements(remainder, self._own_span(tensor)))
         self.publish(tensor)
 
     def publish(self, tensor: UnitTensor) -> None:
@@ -294,63 +235,13 @@ class UnitHome:
         for tensor in self.layout.trained:
             tensor.weight_view(self.host_weights).copy_(self.gpu_weights[tensor])
 
-    def read_moments(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
-        moments = {}
-        with self.states_in_memory(changes=False):
-            for name, signed in MOMENTS:
-                moment = self.moment(tensor, name)
-                if isinstance(moment, Moment8):
-                    values = torch.empty(tensor.numel, dtype=torch.float32, device=moment.codes.device)
-                    dequantize_moment(moment, values, signed=signed)
-                    moment = values
-                elif self.nvme_states is not None:
-                    moment = moment.clone()  # the memory is someone else's next
-                moments[name] = moment.cpu()
-        return moments
-
-    def read_codec(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
-        """8-bit moments as they are stored: `{name}.codes` uint8 [numel], `{name}.scales` fp32 [blocks], on the CPU."""
-        with self.states_in_memory(changes=False):
-            parts = {
-                f"{name}.{part}": getattr(self.moment(tensor, name), part) for name, _ in MOMENTS for part in CODEC
-            }
-            return {key: part.clone() if self.nvme_states is not None else part.cpu() for key, part in parts.items()}
-
-    def write_codec(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
-        with self.states_in_memory(changes=True):
-            for name, _ in MOMENTS:
-                for part in CODEC:
-                    getattr(self.moment(tensor, name), part).copy_(values[f"{name}.{part}"])
-
-    def write_moments(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
-        with self.states_in_memory(changes=True):
-            for name, signed in MOMENTS:
-                moment = self.moment(tensor, name)
-                if isinstance(moment, Moment8):
-                    quantize_moment(values[name].to(moment.codes.device), moment, signed=signed)
-                else:
-                    moment.copy_(values[name])
-
     def copy_from(self, other: UnitHome) -> None:
         """Takes over everything `other` holds, bit for bit where the state format is the same. Not gradients."""
-        with ExitStack() as stack:
-            if self.layout.trained:
-                stack.enter_context(other.states_in_memory(changes=False))
-                stack.enter_context(self.states_in_memory(changes=True))
-            self._copy_from(other)
-
-    def _copy_from(self, other: UnitHome) -> None:
-        same_format = self.plan.state_bits == other.plan.state_bits
         for tensor in self.layout.tensors:
             self.weight(tensor).copy_(other.weight(tensor))
             self.publish(tensor)
-            if tensor.trained and self.native and not same_format:
-                self.write_moments(tensor, other.read_moments(tensor))
-        if self.remainder is not None:
-            self.remainder.copy_(other.remainder)
-        if same_format:
-            for key, values in self.moments.items():
-                values.copy_(other.moments[key])
+        if self.layout.trained:
+            self.take_states(other)
 
     def take_sums(self, other: UnitHome, tensors: Collection[UnitTensor]) -> None:
         """Takes over sums over micro-batches."""

@@ -92,6 +92,12 @@ class FlatLayout:
     def trained(self) -> tuple[UnitTensor, ...]:
         return tuple(tensor for tensor in self.tensors if tensor.trained)
 
+    def part(self, rank: int, num_ranks: int) -> tuple[int, int]:
+        """[first, end) of the trained elements that one of several ranks updates: whole blocks of 256."""
+        num_blocks = self.state_numel // ALIGNMENT_ELEMENTS
+        first, end = (num_blocks * r // num_ranks for r in (rank, rank + 1))
+        return first * ALIGNMENT_ELEMENTS, end * ALIGNMENT_ELEMENTS
+
 
 def lay_out(
     named: list[tuple[str, nn.Parameter]],
@@ -132,6 +138,11 @@ def lay_out(
                 exact_numel = align_up(exact_numel + numel, ALIGNMENT_ELEMENTS)
         tensors.append(tensor)
     return FlatLayout(tuple(tensors), weight_bytes, gradient_bytes, state_numel, exact_numel)
+
+
+def elements(flat: torch.Tensor, span: slice) -> torch.Tensor:
+    """Elements of a flat tensor; no slice of all of them, which takes the host as long as a small update."""
+    return flat if span.stop - span.start == flat.numel() else flat[span]
 
 
 def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:

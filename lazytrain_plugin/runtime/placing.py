@@ -49,6 +49,8 @@ def move(unit: Unit, home: UnitHome, now) -> None:
         home.copy_from(before)
         home.take_sums(before, unit.arrived)
         unit.gradient_event = now()
+        if before.is_divided:
+            before.ranks.barrier(f"move of {unit.name}")  # others may read this rank's part
         before.release()
     unit.home = home
     unit.point_home()
@@ -62,10 +64,12 @@ def _take_weights(unit: Unit, home: UnitHome) -> None:
     for tensor in unit.layout.tensors:
         data = tensor.parameter.data
         values = data.as_strided((tensor.numel,), (1,)) if data.stride() == tensor.stride else data.reshape(-1)
-        if ranks is not None and ranks.num_nodes > 1:
+        # Each rank writes the remainders of its own part.
+        has_part = home.is_divided and tensor.is_split and values.dtype != torch.bfloat16
+        if ranks is not None and (ranks.num_nodes > 1 or has_part):
             values = values.cpu().clone()
             ranks.copy_of_first(values, f"first copy of {tensor.name}")
-        if writes:
+        if writes or has_part:
             home.write_master(tensor, values)
         tensor.parameter.data = home.views[tensor]
 
@@ -89,15 +93,16 @@ def begin_alike(units: list[Unit], ranks: RankGroup) -> None:
                 ranks.copy_of_first(home.gpu_weights[tensor], f"first copy of {tensor.name}")
             else:
                 home.publish(tensor)
-        if home.states_on_gpu and home.remainder is not None:
-            ranks.copy_of_first(home.remainder, f"first copy of {unit.name}")
+        if home.states_on_gpu and home.held is not None and "remainder" in home.held.flats:
+            ranks.copy_of_first(home.held.flats["remainder"], f"first copy of {unit.name}")
 
 
 def refuse_for_several_ranks(plan: PlacementPlan) -> None:
     """Raises PlanMismatchError for what only one rank can carry out."""
     for unit in (*plan.units, *plan.stem):
-        if Tier.NVME in (unit.weights, unit.states, unit.gradient_tier):
+        if Tier.NVME in (unit.weights, unit.gradient_tier):
             raise PlanMismatchError(
-                f"the plan puts weights, states or gradients of {unit.name} on NVMe, which this version does for one "
-                "rank only (several ranks keep activations there); plan again without, or train with --num_processes 1"
+                f"the plan puts weights or gradients of {unit.name} on NVMe, which this version does for one rank only "
+                "(several ranks keep states and activations there); plan again without, or train with "
+                "--num_processes 1"
             )

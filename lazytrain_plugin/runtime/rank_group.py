@@ -29,6 +29,7 @@ from lazytrain_plugin.units import align_up, format_bytes
 POLL_S = 2e-4
 """Between two looks at a counter of another rank."""
 DEFAULT_TIMEOUT_S = 1800.0
+_FAILED = -1
 
 
 class RankGroup:
@@ -64,7 +65,10 @@ class RankGroup:
         # What is agreed upon is small and on the host, so it goes a way of its own.
         self._control = dist.new_group(hops.ranks, backend="gloo", timeout=datetime.timedelta(seconds=self.timeout_s))
         members = hops.ranks if hops.inside is None else dist.get_process_group_ranks(hops.inside)
-        self._local_ranks = members if hops.inside is not None else [hops.ranks[self.rank]]
+        self.local_ranks = members if hops.inside is not None else [hops.ranks[self.rank]]
+        """Of this node, as the whole job counts them."""
+        self.local_indices = [hops.ranks.index(rank) for rank in self.local_ranks]
+        """Their positions among the ranks that train together."""
 
     @property
     def is_first(self) -> bool:
@@ -94,6 +98,13 @@ class RankGroup:
             dist.all_gather(received, values, group=self._control)
         return torch.stack(received)
 
+    def gather_objects(self, mine: Any, phase: str) -> list[Any]:
+        """What each rank has, in the order of ranks."""
+        everyone: list[Any] = [None] * self.size
+        with self.hops.phase(phase):
+            dist.all_gather_object(everyone, mine, group=self._control)
+        return everyone
+
     def from_first(self, make: Callable[[], Any], phase: str) -> Any:
         """What `make` returns on the first rank, on every rank; what it raises there is raised everywhere."""
         answer: list[Any] = [None, None]
@@ -118,7 +129,7 @@ class RankGroup:
     def first_local(self, flags: Sequence[bool], phase: str) -> list[int | None]:
         """For each flag the position of the first rank of this node that has it set; None: no rank has."""
         everyone = self.gather(torch.tensor(flags, dtype=torch.uint8), phase)
-        local = everyone[[self.hops.ranks.index(rank) for rank in self._local_ranks]]
+        local = everyone[self.local_indices]
         return [int(column.nonzero()[0]) if column.any() else None for column in local.T]
 
     # Memory of the node.
@@ -138,13 +149,10 @@ class RankGroup:
                 place = (os.getpid(), descriptor)
         except OSError as error:
             failure = str(error)
-        places: list[Any] = [None] * self.size
-        with self.hops.phase("sharing of host memory"):
-            dist.all_gather_object(places, place, group=self._control)
+        places = self.gather_objects(place, "sharing of host memory")
         try:
             if not self.is_first_of_node:
-                leader = self.hops.ranks.index(self._local_ranks[0])
-                pid, number = places[leader] or (0, 0)
+                pid, number = places[self.local_indices[0]] or (0, 0)
                 descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
             maps = tuple(mmap.mmap(descriptor, size, flags=kind) for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE))
         except OSError as error:
@@ -182,19 +190,23 @@ class UpdateCounters:
         """This rank's part of the unit's update `number` is in memory."""
         self._done[unit * self._ranks.local_size + self._ranks.local_rank] = number
 
+    def fail(self, unit: int) -> None:
+        """This rank can't update its part of the unit, now or later."""
+        self._done[unit * self._ranks.local_size + self._ranks.local_rank] = _FAILED
+
     def wait(self, unit: int, number: int, name: str) -> None:
         """Returns when every rank of the node has done that update.
 
         Raises:
-            CommunicationError: a rank did not within the time-out.
+            CommunicationError: a rank failed, or did not within the time-out.
         """
         end = time.monotonic() + self._ranks.timeout_s
         while min(done := self._of(unit)) < number:
-            if time.monotonic() > end:
-                late = [rank for rank, n in zip(self._ranks._local_ranks, done, strict=True) if n < number]
+            if _FAILED in done or time.monotonic() > end:
+                late = [rank for rank, n in zip(self._ranks.local_ranks, done, strict=True) if n < number]
+                how = "failed there" if _FAILED in done else f"did not end within {self._ranks.timeout_s:.0f} s"
                 raise CommunicationError(
-                    f"Rank {self._ranks.rank}: the optimizer update of {name} on rank {', '.join(map(str, late))} did "
-                    f"not end within {self._ranks.timeout_s:.0f} s; see the first error of that rank's log, then "
-                    "resume from the last checkpoint."
+                    f"Rank {self._ranks.rank}: the optimizer update of {name} on rank {', '.join(map(str, late))} "
+                    f"{how}; see the first error of that rank's log, then resume from the last checkpoint."
                 )
             time.sleep(POLL_S)

@@ -58,7 +58,11 @@ class SharedUpdates(CpuUpdates):
         """Returns what waits for this rank's part."""
 
         def update() -> None:
-            self._update(unit, arrived, scalars)
+            try:
+                self._update(unit, arrived, scalars)
+            except BaseException:
+                self._counters.fail(self._index[unit])  # or the others would wait for it
+                raise
             count()
 
         return self._executor.worker.submit(update, label).wait

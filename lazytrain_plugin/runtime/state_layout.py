@@ -15,9 +15,17 @@ CODEC = ("codes", "scales")
 """Parts of an 8-bit moment."""
 
 
-def state_flats(layout: FlatLayout, plan: UnitPlan, *, native: bool) -> list[tuple[str, torch.dtype, int]]:
-    """(key, dtype, numel) of each flat: remainder, and the moments that the native kernels keep."""
-    numel = layout.state_numel
+def state_flats(
+    layout: FlatLayout, plan: UnitPlan, *, native: bool, part: tuple[int, int] | None = None
+) -> list[tuple[str, torch.dtype, int]]:
+    """(key, dtype, numel) of each flat: remainder, and the moments that the native kernels keep.
+
+    Args:
+        part: [first, end) of the trained elements, whole blocks of 256, that are to have states; None: all. Moments
+            beside codes are few, and whole in every part.
+    """
+    first, end = (0, layout.state_numel) if part is None else part
+    numel = end - first
     flats = [("remainder", torch.int16, numel)] if any(tensor.is_split for tensor in layout.tensors) else []
     if native:
         for name, _ in MOMENTS:

@@ -15,7 +15,7 @@ from lazytrain_plugin.kernels.adamw import AdamWStep, Batch, Moment8, accumulate
 from lazytrain_plugin.profile.model import LEAST_CODED_NUMEL
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import Gradient, as_values, part_of
-from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, UnitTensor
+from lazytrain_plugin.runtime.layout import UnitTensor, elements
 from lazytrain_plugin.runtime.state_layout import MOMENTS
 from lazytrain_plugin.runtime.unit import Unit
 
@@ -69,21 +69,6 @@ def update_span(
         adamw_fp32(weight, remainder, gradient, *moments, step, batch=batch)
 
 
-def elements(flat: torch.Tensor, span: slice) -> torch.Tensor:
-    """Elements of a flat tensor; no slice of all of them (`part_of` says why)."""
-    return flat if span.stop - span.start == flat.numel() else flat[span]
-
-
-def moment_span(moment: torch.Tensor | Moment8, span: slice) -> torch.Tensor | Moment8:
-    """Elements of a moment; `span` begins at a multiple of 256."""
-    if not isinstance(moment, Moment8):
-        return elements(moment, span)
-    if span.stop - span.start == moment.codes.numel():
-        return moment
-    blocks = slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
-    return Moment8(codes=moment.codes[span], scales=moment.scales[blocks])
-
-
 class NativeAdamW:
     """AdamW (or Adam with L2 decay) by our kernels, in the unit's planned state format."""
 
@@ -102,13 +87,12 @@ class NativeAdamW:
             step, span = self.next_step(tensor, scalars), home.span(tensor)
             if span.start == span.stop:
                 continue  # other ranks' part
-            remainder = home.remainder_of(tensor)
             update_span(
                 tensor,
                 elements(home.weight(tensor), span),
-                None if remainder is None else elements(remainder, span),
+                home.remainder_of(tensor, span),
                 part_of(gradient_of(unit, tensor, arrival), span),
-                tuple(moment_span(home.moment(tensor, name), span) for name, _ in MOMENTS),
+                tuple(home.moment(tensor, name, span) for name, _ in MOMENTS),
                 step,
                 start=span.start,
                 batch=batch,

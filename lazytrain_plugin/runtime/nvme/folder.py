@@ -138,6 +138,42 @@ class RunFolder:
             self._lock_fd = None
 
 
+class PeerFile:
+    """Stands for a `RunFolder` of which another rank of the node has made one file, to be read here.
+
+    Args:
+        path: of the file.
+        direct: past the page cache, as its owner does.
+    """
+
+    def __init__(self, path: str, *, direct: bool) -> None:
+        self._path = path
+        self.direct = direct
+        self._fd: int | None = None
+
+    def create(self, nbytes: int, *, direct: bool, what: str) -> tuple[int, str]:
+        """Opens it. Arguments as of `RunFolder.create`.
+
+        Raises:
+            StorageError: it can't be read.
+        """
+        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct and self.direct else 0)
+        try:
+            self._fd = os.open(self._path, flags)
+        except OSError as error:
+            raise StorageError(
+                f"can't read {what} ({format_bytes(nbytes)}), which another rank of this node wrote to {self._path}: "
+                f'{error.strerror}. All ranks of a node must run as one user, and see the folders of "nvme_path"'
+            ) from error
+        return self._fd, self._path
+
+    def delete(self, path: str) -> None:
+        """Closes it; its owner removes it."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
 def _write_owner(path: Path) -> int:
     """Locked before anything stands in it: a readable owner file without a lock is a dead run's."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

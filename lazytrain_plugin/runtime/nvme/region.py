@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 
-from lazytrain_plugin.runtime.nvme.folder import ALIGNMENT_BYTES, RunFolder
+from lazytrain_plugin.runtime.nvme.folder import ALIGNMENT_BYTES, PeerFile, RunFolder
 from lazytrain_plugin.runtime.nvme.io import IoEngine, Job, Kind, Request
 from lazytrain_plugin.units import MIB, align_up
 
@@ -22,6 +23,8 @@ class Region:
         folders: blocks go to them in turn.
         direct: past the page cache. Without it blocks are unchecked: others may write through a mapping.
         what: names it in messages ("states of model.layers.3").
+        checksums: uint64 of each block, all 0 for a new region; default: memory of its own.
+        on_write: gets the job of every write.
 
     Raises:
         StorageError: a disk has no room for it.
@@ -30,12 +33,14 @@ class Region:
     def __init__(
         self,
         engine: IoEngine,
-        folders: list[RunFolder],
+        folders: Sequence[RunFolder | PeerFile],
         nbytes: int,
         *,
         what: str,
         direct: bool = True,
         block_bytes: int = BLOCK_BYTES,
+        checksums: ctypes.Array | None = None,
+        on_write: Callable[[Job], None] | None = None,
     ) -> None:
         self.nbytes = nbytes
         self.padded_bytes = padded(nbytes)
@@ -43,11 +48,14 @@ class Region:
         self._engine = engine
         self._direct = direct
         self._block_bytes = block_bytes
-        self._num_blocks = -(-self.padded_bytes // block_bytes)
-        self._checksums = (ctypes.c_uint64 * self._num_blocks)() if direct else None
+        self._num_blocks = num_blocks(nbytes, block_bytes)
+        self._checksums = None
+        if direct:
+            self._checksums = (ctypes.c_uint64 * self._num_blocks)() if checksums is None else checksums
+        self._on_write = on_write
         self._jobs: list[Job] = []
         """Under way, or lately done."""
-        self.files: list[tuple[RunFolder, int, str]] = []
+        self.files: list[tuple[RunFolder | PeerFile, int, str]] = []
         """(folder, descriptor, path) per folder."""
         try:
             for index, folder in enumerate(folders):
@@ -78,7 +86,10 @@ class Region:
     def write(self, address: int, keep, *, nbytes: int | None = None) -> Job:
         """Starts writing it, or its first `nbytes`, from `address`; waits for what is under way. The memory must not
         change yet."""
-        return self._start(Kind.WRITE, address, keep, nbytes)
+        job = self._start(Kind.WRITE, address, keep, nbytes)
+        if self._on_write is not None:
+            self._on_write(job)
+        return job
 
     def warm(self) -> Job:
         """Starts bringing it into the page cache (not for `direct` regions)."""
@@ -124,6 +135,11 @@ class Region:
             self._engine.paths.pop(fd, None)
             folder.delete(path)
         self.files = []
+
+
+def num_blocks(nbytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Of a region; each has a checksum."""
+    return -(-padded(nbytes) // block_bytes)
 
 
 def padded(nbytes: int) -> int:

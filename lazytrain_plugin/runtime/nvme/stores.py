@@ -8,22 +8,22 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lazytrain_plugin.errors import PlanMismatchError
-from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import GradientFormat
 from lazytrain_plugin.runtime.nvme.gradients import GradientStaging, NvmeGradients
 from lazytrain_plugin.runtime.nvme.region import padded
 from lazytrain_plugin.runtime.nvme.staging import Staging
-from lazytrain_plugin.runtime.nvme.states import NvmeStates, lay_out_parts
+from lazytrain_plugin.runtime.nvme.states import Flats, NvmeStates, lay_out_parts
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.nvme.weights import NvmeWeights, WeightStaging
+from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.state_layout import state_flats
+from lazytrain_plugin.runtime.worker import UpdateWorker
 from lazytrain_plugin.vocab import Tier
 
 if TYPE_CHECKING:
-    import torch
-
-    from lazytrain_plugin.runtime.layout import UnitTensor
+    from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
     from lazytrain_plugin.runtime.unit import Unit
 
 
@@ -34,10 +34,14 @@ class NvmeStores:
         tier: None where no folder is configured.
         native: whether the update kernels keep the states.
         pin: whether weights go on to a GPU.
+        ranks: those that train together; each has its own part of the states.
     """
 
-    def __init__(self, tier: NvmeTier | None, *, native: bool, pin: bool) -> None:
+    def __init__(self, tier: NvmeTier | None, *, native: bool, pin: bool, ranks: RankGroup | None = None) -> None:
         self.tier = tier
+        self._ranks = ranks
+        self._follower: UpdateWorker | None = None
+        """Notes for other ranks when writes are done."""
         self._native = native
         self._pin = pin
         self._staging: Staging | None = None
@@ -61,8 +65,8 @@ class NvmeStores:
             if Tier.NVME in (unit_plan.weights, unit_plan.states, unit_plan.gradients, *activations):
                 self._check(unit_plan)
             if unit_plan.states == Tier.NVME and unit.trained:
-                flats = state_flats(unit.layout, unit_plan, native=self._native)
-                largest_bytes = max(largest_bytes, lay_out_parts(flats)[1])
+                for flats in self._state_flats(unit.layout, unit_plan):
+                    largest_bytes = max(largest_bytes, lay_out_parts(flats)[1])
             if unit_plan.gradient_tier == Tier.NVME and unit.trained:
                 form = GradientFormat(unit.layout, unit_plan.gradient_bits)
                 largest_gradient_bytes = max(largest_gradient_bytes, padded(form.arrival_bytes))
@@ -95,9 +99,26 @@ class NvmeStores:
                 'states in memory; set "optimizer": {"implementation": "native"}, or plan its states on the CPU'
             )
 
-    def states(self, flats: list[tuple[str, torch.dtype, int]], *, what: str) -> NvmeStates:
-        """Makes room for one unit's states. Raises StorageError if there is none."""
-        return NvmeStates(self.tier, self._staging, flats, what=what)
+    def _state_flats(self, layout: FlatLayout, plan: UnitPlan) -> list[Flats]:
+        """Of the part of each rank of this node."""
+        size = 1 if self._ranks is None else self._ranks.local_size
+        return [state_flats(layout, plan, native=self._native, part=layout.part(rank, size)) for rank in range(size)]
+
+    def states(self, layout: FlatLayout, plan: UnitPlan) -> NvmeStates:
+        """Makes room for one unit's states, of this rank's part of them. Raises StorageError if there is none."""
+        flats, what = self._state_flats(layout, plan), f"states of {plan.name}"
+        if self._ranks is None:
+            return NvmeStates(self.tier, self._staging, flats[0], what=what)
+        if self._follower is None:
+            self._follower = UpdateWorker("disk")
+        return NvmeStates.of_ranks(self.tier, self._staging, flats, self._ranks, self._follower, what=what)
+
+    def write_states(self) -> None:
+        """Returns when every change of states is on disk, for other ranks to read. Raises StorageError."""
+        if self._staging is not None:
+            self._staging.drain()
+        if self._follower is not None:
+            self._follower.drain()
 
     def weights(self, nbytes: int, *, what: str) -> NvmeWeights:
         """Makes room for one unit's weights. Raises StorageError if there is none."""
@@ -168,6 +189,8 @@ class NvmeStores:
 
     def close(self) -> None:
         """Ends the I/O threads, and removes the folders."""
+        if self._follower is not None:
+            self._follower.close()
         if self.tier is not None:
             self.tier.close()
         self._before += [self._staging, self._weights, self._gradients]

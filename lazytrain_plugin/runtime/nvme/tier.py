@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lazytrain_plugin.config.folders import check_nvme_folder, free_bytes
 from lazytrain_plugin.errors import StorageError
-from lazytrain_plugin.runtime.nvme.folder import RunFolder
+from lazytrain_plugin.runtime.nvme.folder import PeerFile, RunFolder
 from lazytrain_plugin.runtime.nvme.io import SLOW_AFTER_S, THREADS_PER_FOLDER, IoEngine
 from lazytrain_plugin.runtime.nvme.region import BLOCK_BYTES, Region, padded
 from lazytrain_plugin.units import format_bytes
@@ -49,7 +51,7 @@ class NvmeTier:
         self.used_bytes = 0
         self.folders: list[RunFolder] = []
         self._engine: IoEngine | None = None
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._delay_s = delay_s
         self._slow_after_s = slow_after_s
         self._regions: list[Region] = []
@@ -66,16 +68,23 @@ class NvmeTier:
             self._engine = IoEngine(threads, delay_s=self._delay_s, slow_after_s=self._slow_after_s)
         return self._engine
 
-    def region(self, nbytes: int, *, what: str, direct: bool = True) -> Region:
+    def region(self, nbytes: int, *, what: str, direct: bool = True, **options: Any) -> Region:
         """Takes `nbytes` now. `direct=False` (for what is mapped): in one folder, through the page cache.
+
+        Args:
+            options: `checksums` and `on_write`, as of `Region`.
 
         Raises:
             StorageError: more than `limit_bytes`, or than a disk has.
         """
         with self._lock:
-            return self._region(nbytes, what=what, direct=direct)
+            return self._region(nbytes, what=what, direct=direct, **options)
 
-    def _region(self, nbytes: int, *, what: str, direct: bool) -> Region:
+    def peer_region(self, files: Sequence[PeerFile], nbytes: int, *, what: str, checksums: ctypes.Array) -> Region:
+        """What another rank of this node has made with `region`, to read; whoever asks for it closes it."""
+        return Region(self.engine, files, nbytes, what=what, block_bytes=self.block_bytes, checksums=checksums)
+
+    def _region(self, nbytes: int, *, what: str, direct: bool, **options: Any) -> Region:
         need_bytes = padded(nbytes)
         if self.limit_bytes is not None and self.used_bytes + need_bytes > self.limit_bytes:
             raise StorageError(
@@ -88,7 +97,7 @@ class NvmeTier:
         if not direct:  # a mapping is of one file: the folders take turns
             folders = [self.folders[self._num_mapped % len(self.folders)]]
             self._num_mapped += 1
-        region = Region(engine, folders, nbytes, what=what, direct=direct, block_bytes=self._block_bytes)
+        region = Region(engine, folders, nbytes, what=what, direct=direct, block_bytes=self.block_bytes, **options)
         self.used_bytes += need_bytes
         self._regions.append(region)
         return region

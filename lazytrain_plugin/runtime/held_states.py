@@ -1,0 +1,75 @@
+"""`HeldStates`: a unit's optimizer states, or a part of them, where they can be worked on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lazytrain_plugin.kernels.adamw import Moment8
+from lazytrain_plugin.kernels.state8 import dequantize_moment, quantize_moment
+from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, UnitTensor
+from lazytrain_plugin.runtime.state_layout import MOMENTS
+
+SIGNED = dict(MOMENTS)
+
+
+def blocks(span: slice) -> slice:
+    """The blocks of 256 that hold some elements; `span` begins at one."""
+    return slice(span.start // ALIGNMENT_ELEMENTS, -(-span.stop // ALIGNMENT_ELEMENTS))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStates:
+    """Flats by key (runtime/state_layout.py), from a trained element of the unit on. Spans are of one tensor's elements
+    and begin at multiples of 256."""
+
+    flats: dict[str, torch.Tensor]
+    state_bits: int
+    first: int = 0
+    """The trained element with which they begin: whole blocks of 256."""
+
+    def remainder(self, tensor: UnitTensor, span: slice) -> torch.Tensor | None:
+        """None: an fp32 weight is its own master."""
+        return self.flats["remainder"][self._place(tensor, span)] if tensor.is_split else None
+
+    def moment(self, tensor: UnitTensor, name: str, span: slice) -> torch.Tensor | Moment8:
+        place = self._place(tensor, span)
+        if self.state_bits != 8:
+            return self.flats[name][place]
+        if tensor.exact_offset is not None:
+            return self.flats[name][tensor.exact_offset + span.start : tensor.exact_offset + span.stop]
+        return Moment8(codes=self.flats[f"{name}.codes"][place], scales=self.flats[f"{name}.scales"][blocks(place)])
+
+    def _place(self, tensor: UnitTensor, span: slice) -> slice:
+        begin = tensor.state_offset - self.first
+        return slice(begin + span.start, begin + span.stop)
+
+    def values(self, tensor: UnitTensor, name: str, span: slice) -> torch.Tensor:
+        """A moment in fp32 where the states are; where it rests so, the memory itself."""
+        moment = self.moment(tensor, name, span)
+        if not isinstance(moment, Moment8):
+            return moment
+        values = torch.empty(span.stop - span.start, dtype=torch.float32, device=moment.codes.device)
+        dequantize_moment(moment, values, signed=SIGNED[name])
+        return values
+
+    def set_values(self, tensor: UnitTensor, name: str, span: slice, values: torch.Tensor) -> None:
+        """Takes a moment in fp32 over."""
+        moment = self.moment(tensor, name, span)
+        if isinstance(moment, Moment8):
+            quantize_moment(values.to(moment.codes.device), moment, signed=SIGNED[name])
+        else:
+            moment.copy_(values)
+
+    def take(self, other: HeldStates, tensor: UnitTensor, span: slice, *, moments: bool) -> None:
+        """Takes elements of another home over, bit for bit where the format is the same."""
+        if tensor.is_split:
+            self.remainder(tensor, span).copy_(other.remainder(tensor, span))
+        for name in SIGNED if moments else ():
+            mine, theirs = self.moment(tensor, name, span), other.moment(tensor, name, span)
+            if isinstance(mine, Moment8) and isinstance(theirs, Moment8):
+                mine.codes.copy_(theirs.codes)
+                mine.scales.copy_(theirs.scales)
+            else:
+                self.set_values(tensor, name, span, other.values(tensor, name, span))

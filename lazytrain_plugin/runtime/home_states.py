@@ -1,0 +1,189 @@
+"""`HomeStates`: the optimizer states of one unit, wherever they rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from lazytrain_plugin.kernels.adamw import Moment8
+from lazytrain_plugin.runtime.held_states import HeldStates, blocks
+from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor, elements
+from lazytrain_plugin.runtime.state_layout import CODEC, MOMENTS
+from lazytrain_plugin.vocab import Tier
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.plan.result import UnitPlan
+    from lazytrain_plugin.runtime.nvme.states import NvmeStates
+    from lazytrain_plugin.runtime.rank_group import RankGroup
+
+
+class HomeStates:
+    """The states' part of a `UnitHome` (runtime/homes.py, where the arguments are described).
+
+    With several ranks, states in host memory are there once for all ranks of a node, each of which updates its own
+    elements of them (`span`). Of states on NVMe each rank has those elements on its own disk space (`is_divided`), and
+    reads the others' there. On the GPU every rank has all of them.
+    """
+
+    def __init__(self, layout: FlatLayout, plan: UnitPlan, ranks: RankGroup | None, *, native: bool) -> None:
+        self.layout = layout
+        self.plan = plan
+        self.ranks = ranks
+        self.native = native
+        self.states_on_gpu = plan.states == Tier.GPU
+        self.nvme_states: NvmeStates | None = None
+        self.held: HeldStates | None = None
+        """Remainder and moments while they are in memory."""
+
+    # What this rank updates.
+
+    @property
+    def is_shared(self) -> bool:
+        """States and gradients are in host memory that ranks have in common; each updates a part of the unit."""
+        return self.ranks is not None and not self.states_on_gpu
+
+    @property
+    def is_divided(self) -> bool:
+        """States are on NVMe, of which each rank has its own part."""
+        return self.ranks is not None and self.nvme_states is not None
+
+    def part(self, local_rank: int) -> tuple[int, int]:
+        """[first, end) of the trained elements that a rank of the node updates: whole blocks of 256."""
+        return self.layout.part(local_rank, self.ranks.local_size)
+
+    def span(self, tensor: UnitTensor) -> slice:
+        """The elements of the tensor that this rank updates."""
+        return self._span_of(tensor, self.ranks.local_rank) if self.is_shared else slice(0, tensor.numel)
+
+    def _span_of(self, tensor: UnitTensor, local_rank: int) -> slice:
+        """The elements of the tensor in a rank's part."""
+        first, end = (min(max(e - tensor.state_offset, 0), tensor.numel) for e in self.part(local_rank))
+        return slice(first, end)
+
+    def _own_span(self, tensor: UnitTensor) -> slice:
+        """The elements whose states this rank has: all, or those of its part."""
+        return self.span(tensor) if self.is_divided else slice(0, tensor.numel)
+
+    def _holding(self, flats: dict[str, torch.Tensor], first: int = 0) -> HeldStates:
+        return HeldStates(flats, self.plan.state_bits, first)
+
+    @contextmanager
+    def states_in_memory(self, *, changes: bool, write_now: bool = False) -> Iterator[None]:
+        """Within: the states that this rank has can be worked on, wherever they rest. Nests.
+
+        Args:
+            changes: whether they are changed within.
+            write_now: for NVMe: start bringing changes to the disk at the end, in the background.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        if self.nvme_states is None:
+            yield
+            return
+        with self.nvme_states.in_memory(changes=changes, write_now=write_now):
+            first = self.part(self.ranks.local_rank)[0] if self.is_divided else 0
+            self.held = self._holding(self.nvme_states.tensors, first)
+            try:
+                yield
+            finally:
+                if self.nvme_states.num_users == 1:
+                    self.held = None
+
+    def _each_part(self, tensor: UnitTensor) -> Iterator[slice]:
+        """All of the tensor's elements, piece by piece; while one is given, its states are in memory, to be read.
+
+        Errors as of `Journal.wait` (runtime/nvme/peers.py).
+        """
+        for rank in range(self.ranks.local_size if self.is_divided else 1):
+            span = self._span_of(tensor, rank) if self.is_divided else slice(0, tensor.numel)
+            if span.start == span.stop:
+                continue
+            if not self.is_divided or rank == self.ranks.local_rank:
+                with self.states_in_memory(changes=False):
+                    yield span
+                continue
+            with self.nvme_states.peer_in_memory(rank) as flats:
+                before, self.held = self.held, self._holding(flats, self.part(rank)[0])
+                try:
+                    yield span
+                finally:
+                    self.held = before
+
+    # What the update works on.
+
+    def remainder_of(self, tensor: UnitTensor, span: slice | None = None) -> torch.Tensor | None:
+        """Of some elements; default: all whose states are here."""
+        return self.held.remainder(tensor, span or self._own_span(tensor))
+
+    def moment(self, tensor: UnitTensor, name: str, span: slice | None = None) -> torch.Tensor | Moment8:
+        """As `remainder_of`."""
+        return self.held.moment(tensor, name, span or self._own_span(tensor))
+
+    # Moments for checkpoints and moves. Storage order, 1-D [numel], on the CPU.
+
+    def read_moments(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
+        return self._read(tensor, lambda span: {name: self.held.values(tensor, name, span) for name, _ in MOMENTS})
+
+    def read_codec(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
+        """8-bit moments as they are stored: `{name}.codes` uint8 [numel], `{name}.scales` fp32 [blocks], on the CPU."""
+
+        def read(span: slice) -> dict[str, torch.Tensor]:
+            moments = {name: self.moment(tensor, name, span) for name, _ in MOMENTS}
+            return {f"{name}.{part}": getattr(moments[name], part) for name in moments for part in CODEC}
+
+        return self._read(tensor, read)
+
+    def _read(self, tensor: UnitTensor, read: Callable[[slice], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """What `read` finds in each part of the tensor, put together on the CPU."""
+        found: dict[str, torch.Tensor] = {}
+        for span in self._each_part(tensor):
+            for key, values in read(span).items():
+                if self.nvme_states is None:
+                    found[key] = values.cpu()
+                    continue
+                # The memory is someone else's next.
+                place, end = (blocks(s) if key.endswith(".scales") else s for s in (span, slice(0, tensor.numel)))
+                found.setdefault(key, values.new_empty(end.stop))[place] = values
+        return found
+
+    def write_codec(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
+        with self.states_in_memory(changes=True):
+            span = self._own_span(tensor)
+            for name, _ in MOMENTS:
+                moment = self.moment(tensor, name, span)
+                moment.codes.copy_(values[f"{name}.codes"][span])
+                moment.scales.copy_(values[f"{name}.scales"][blocks(span)])
+
+    def write_moments(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
+        with self.states_in_memory(changes=True):
+            span = self._own_span(tensor)
+            for name, _ in MOMENTS:
+                self.held.set_values(tensor, name, span, elements(values[name], span))
+
+    def take_states(self, other: HomeStates) -> None:
+        """Takes over the states that `other` holds, bit for bit where the format is the same."""
+        alike = self.plan.state_bits == other.plan.state_bits and self.is_divided == other.is_divided
+        with self.states_in_memory(changes=True):
+            if alike:
+                with other.states_in_memory(changes=False):
+                    for key, values in self.held.flats.items():
+                        values.copy_(other.held.flats[key])
+                return
+            for tensor in self.layout.trained:
+                for span in self._spans_to_take(other, tensor):
+                    self.held.take(other.held, tensor, span, moments=self.native)
+
+    def _spans_to_take(self, other: HomeStates, tensor: UnitTensor) -> Iterator[slice]:
+        """Elements that this rank takes over from `other`, while they are in memory there."""
+        if not (self.is_divided or other.is_divided) or self.states_on_gpu:
+            yield from other._each_part(tensor)
+            return
+        # The others take theirs, into memory that ranks share.
+        span = self._span_of(tensor, self.ranks.local_rank)
+        if span.start < span.stop:
+            with other.states_in_memory(changes=False):
+                yield span
