@@ -104,8 +104,6 @@ def plan_command(
             local_ranks=ranks_per_node,
             nodes=nodes,
         )
-        if nvme_gib is not None and nodes * ranks_per_node > 1:
-            raise ConfigError("--nvme-gib is for one rank: several ranks train without NVMe; leave it out")
         if nvme_gib is not None:
             machine, request = _with_nvme(machine, request, nvme_gib)
         elif nvme_write_gib_per_day is not None:

@@ -61,8 +61,6 @@ def make_rank_group(group: Any, device: torch.device, config: LazyTrainConfig) -
         ranks = RankGroup(device, group=group, topology=topology)
         _groups[key] = dist.group.WORLD, ranks
     logger.info("training on %s; the ranks of a node have one copy of the model", ranks.hops.topology.describe())
-    if ranks.is_first and config.nvme_paths:
-        logger.warning("nvme_path: of several ranks only activations rest there; weights and states stay in memory")
     return ranks
 
 
@@ -169,11 +167,8 @@ def shared_hardware(profile: HardwareProfile, ranks: RankGroup) -> HardwareProfi
 
 
 def shared_request(request: PlanRequest, ranks: RankGroup, links: Cluster | None) -> PlanRequest:
-    """What is asked of the planner where ranks of a machine train together: nothing that they can't carry out."""
-    capabilities = replace(request.capabilities, nvme=False)
-    return replace(
-        request, local_ranks=ranks.local_size, nodes=ranks.num_nodes, cluster=links, capabilities=capabilities
-    )
+    """What is asked of the planner where ranks of a machine train together."""
+    return replace(request, local_ranks=ranks.local_size, nodes=ranks.num_nodes, cluster=links)
 
 
 class AgreedPlanner:

@@ -129,8 +129,14 @@ def offloaded_bytes(cost: UnitCost, unit: UnitPlan, tiers: Sequence[Tier] = (Tie
 
 
 def nvme_staged_bytes(cost: UnitCost, unit: UnitPlan) -> int:
-    """What an update (or a forward) of a unit brings from NVMe to host memory."""
+    """What an update (or a forward) of a unit brings from NVMe to host memory; several ranks each a part of it."""
     return unit_bytes(cost, unit)["nvme"]
+
+
+def nvme_slot_bytes(cost: UnitCost, unit: UnitPlan) -> int:
+    """A rank's host memory for that: whole weights, and its part of the rest."""
+    weights = cost.weight_bytes if unit.weights == Tier.NVME else 0
+    return weights + (nvme_staged_bytes(cost, unit) - weights) // cost.ranks
 
 
 def nvme_bytes_allowed_per_step(problem: PlacementProblem) -> float:
@@ -189,7 +195,7 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     ranks = problem.local_ranks
     for tier, name in (("cpu", "offloaded activations"), ("nvme", "activations")):
         lines[tier][name] = ranks * _offloaded_to(pairs, Tier(tier))
-    staged = [nvme_staged_bytes(cost, unit) for cost, unit in (*pairs, *zip(problem.stem, plan.stem))]
+    staged = [nvme_slot_bytes(cost, unit) for cost, unit in (*pairs, *zip(problem.stem, plan.stem))]
     passing = [_offloaded_to([pair], Tier.NVME) for pair in pairs] if lines["nvme"]["activations"] else []
     cpu["NVMe slots"] = ranks * sum(
         min(plan.nvme_slots, sum(size > 0 for size in sizes)) * max(sizes, default=0) for sizes in (staged, passing)

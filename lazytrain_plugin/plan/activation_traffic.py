@@ -109,7 +109,7 @@ class DiskActivations:
             self._buffers.pop(0)
         self._buffers.append(name)
         self._num_bytes[name] = num_bytes
-        write_s = self._problem.nvme_write_s(num_bytes)
+        write_s = self._problem.nvme_write_s(num_bytes, each=True)
         self._written_s[name] = self._clock.run(
             f"write activations {name}", Resource.NVME_WRITE, write_s, left_s, num_bytes=num_bytes
         )
@@ -121,7 +121,7 @@ class DiskActivations:
         slots = self._problem.nvme_slots
         free_s = self._back_s[-slots] if len(self._back_s) >= slots else 0.0
         num_bytes = self._num_bytes[name]
-        read_s = self._problem.nvme_read_s(num_bytes)
+        read_s = self._problem.nvme_read_s(num_bytes, each=True)
         return self._clock.run(
             f"read activations {name}",
             Resource.NVME_READ,

@@ -61,7 +61,7 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
 
     weight_slot >= weights(u) streamed(u);  gradient_slot >= gradients(u) sends(u)
     state_slot >= chunk(u) streams_states(u), of all states and fp32 gradients 256 MiB at most
-    activation_slot >= what leaves the GPU of u;  nvme_slot >= what u has on NVMe.
+    activation_slot >= what leaves the GPU of u;  nvme_slot >= what a rank stages of u.
     The same with the smallest unit and uses(kind), which holds for fractions of units too. Rows: `slot_of(kind)`.
     """
     _add_least_slots(model, problem, v)
@@ -76,7 +76,7 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
         if not _is_zero(leaving):
             model.addConstr(v.activation_slot_mib >= leaving, name=name("activation_slot", u))
         if not _is_zero(v.on_nvme(u)):
-            model.addConstr(v.nvme_slot_mib >= _nvme_mib(cost, v, u), name=name("nvme_slot", u))
+            model.addConstr(v.nvme_slot_mib >= _nvme_mib(cost, v, u, cost.ranks), name=name("nvme_slot", u))
     for s, cost in enumerate(problem.stem):
         if not _is_zero(v.stem_streams[s]):
             chunk = mib(cost.state_slot_bytes) * v.stem_streams[s]
@@ -233,8 +233,9 @@ def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
     return rest
 
 
-def _nvme_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
-    states = mib(cost.rest_state_bytes)
+def _nvme_mib(cost: UnitCost, v: Variables, u: int, ranks: int = 1) -> Expression:
+    """What unit u has on NVMe. `ranks`: of the states, one rank's part."""
+    states = mib(cost.rest_state_bytes) / ranks
     return states * v.homes["nvme_states"][u] + (states + mib(cost.weight_bytes)) * v.homes["nvme"][u]
 
 

@@ -136,11 +136,14 @@ class PlacementProblem:
         """By how much the worker's updates get slower while activations cross to host memory beside them."""
         return self.local_ranks * offloaded_bytes / OFFLOAD_DELAYS_UPDATE_BYTES_PER_S if self.has_gpu else 0.0
 
-    def nvme_read_s(self, num_bytes: float) -> float:
-        """0 without NVMe."""
+    def nvme_read_s(self, num_bytes: float, *, each: bool = False) -> float:
+        """0 without NVMe. `each`: every rank reads as much, instead of its part of it; they share the disk."""
+        num_bytes = self.local_ranks * num_bytes if each else num_bytes
         return num_bytes / self.nvme_read_bytes_per_s if self.nvme_read_bytes_per_s else 0.0
 
-    def nvme_write_s(self, num_bytes: float) -> float:
+    def nvme_write_s(self, num_bytes: float, *, each: bool = False) -> float:
+        """As `nvme_read_s`."""
+        num_bytes = self.local_ranks * num_bytes if each else num_bytes
         return num_bytes / self.nvme_write_bytes_per_s if self.nvme_write_bytes_per_s else 0.0
 
 
@@ -216,8 +219,8 @@ def _exchange_bytes(model: ModelProfile, request: PlanRequest) -> int:
 def _seen_by_a_rank(hardware: HardwareProfile, ranks: int) -> HardwareProfile:
     """The rates that one of several ranks finds, when all of them work alike.
 
-    Each has a GPU and links of its own, but all links end in the same host memory, which bounds their sum; the disk's
-    rate is divided. The CPU updates take as long as alone: a part of the elements by a part of the cores.
+    Each has a GPU and links of its own, but all links end in the same host memory, which bounds their sum. The CPU
+    updates take as long as alone: a part of the elements by a part of the cores.
     """
     if ranks == 1:
         return hardware
@@ -227,8 +230,6 @@ def _seen_by_a_rank(hardware: HardwareProfile, ranks: int) -> HardwareProfile:
         hardware,
         h2d_shared_bytes_per_s=hardware.h2d_shared_bytes_per_s * share,
         d2h_shared_bytes_per_s=hardware.d2h_shared_bytes_per_s * share,
-        nvme_read_bytes_per_s=hardware.nvme_read_bytes_per_s / ranks,
-        nvme_write_bytes_per_s=hardware.nvme_write_bytes_per_s / ranks,
     )
 
 

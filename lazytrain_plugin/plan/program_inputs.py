@@ -112,10 +112,10 @@ def add_parked(model: highspy.Highs, problem: PlacementProblem, v: Variables) ->
     if not v.parked_ms:
         return
     slots = problem.nvme_slots
-    lag = ms(slots * problem.nvme_write_s(max(cost.boundary_bytes for cost in problem.units)))
+    lag = ms(slots * problem.nvme_write_s(max(cost.boundary_bytes for cost in problem.units), each=True))
     for u, cost in enumerate(problem.units):
         nvme = v.boundary_on_nvme[u]
-        write = ms(problem.nvme_write_s(cost.boundary_bytes)) * nvme
+        write = ms(problem.nvme_write_s(cost.boundary_bytes, each=True)) * nvme
         model.addConstr(v.parked_slot_mib >= nvme_input_mib(problem, v, u), name=name("parked_slot", u))
         if u:
             model.addConstr(v.parked_ms[u] >= v.parked_ms[u - 1] + write, name=name("park_order", u))
@@ -137,7 +137,7 @@ def add_fetched(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
     slots, num_units = problem.nvme_slots, len(problem.units)
     for u in reversed(range(num_units - slots)):
         cost, nvme = problem.units[u], v.boundary_on_nvme[u]
-        read = ms(problem.nvme_read_s(cost.boundary_bytes)) * nvme
+        read = ms(problem.nvme_read_s(cost.boundary_bytes, each=True)) * nvme
         fetched = v.fetched_ms[u]
         if u + 1 < num_units - slots:
             model.addConstr(fetched >= v.fetched_ms[u + 1] + read, name=name("fetch_order", u))

@@ -71,8 +71,8 @@ def _most_tokens(rebuilt: Callable[[int], PlacementProblem], problem: PlacementP
 
 def _bytes_on_disk(problem: PlacementProblem) -> int:
     """What a disk would have to hold for the rest to fit; 0: a disk is no help, or is there already."""
-    if problem.has_nvme or not problem.has_gpu or problem.local_ranks > 1:
-        return 0  # several ranks train without a disk
+    if problem.has_nvme or not problem.has_gpu:
+        return 0
     endless = replace(
         problem, capabilities=replace(problem.capabilities, nvme=True), nvme_budget_bytes=1 << 60,
         nvme_write_bytes_per_day=None,

@@ -125,7 +125,9 @@ class _Step:
         staged = nvme_staged_bytes(cost, unit)
         ready_s = step_s
         if staged:
-            ready_s = self._read_nvme(f"read {cost.name}", staged, step_s, self.written_s.get(cost.name, 0.0))
+            ready_s = self._read_nvme(
+                f"read {cost.name}", staged, step_s, self.written_s.get(cost.name, 0.0), each=False
+            )
         updated_s = self.clock.run(
             f"update {cost.name}",
             Resource.WORKER,
@@ -141,8 +143,8 @@ class _Step:
             )
             self.disk.use(self.written_s[cost.name])
 
-    def _read_nvme(self, name: str, num_bytes: int, *after_s: float) -> float:
-        read_s = self.problem.nvme_read_s(num_bytes)
+    def _read_nvme(self, name: str, num_bytes: int, *after_s: float, each: bool = True) -> float:
+        read_s = self.problem.nvme_read_s(num_bytes, each=each)
         return self.clock.run(name, Resource.NVME_READ, read_s, self.disk.free_s(), *after_s, num_bytes=num_bytes)
 
     def forward(self, *, fresh: bool) -> float:

@@ -66,7 +66,7 @@ def add_backward_weights(model: highspy.Highs, problem: PlacementProblem, v: Var
 
 def _add_backward_read(model: highspy.Highs, problem: PlacementProblem, v: Variables, u: int) -> None:
     cost = problem.units[u]
-    read = ms(problem.nvme_read_s(cost.weight_bytes)) * v.homes["nvme"][u]
+    read = ms(problem.nvme_read_s(cost.weight_bytes, each=True)) * v.homes["nvme"][u]
     done, num_units = v.disk_backward_ms[u], len(problem.units)
     if u + 1 < num_units:
         model.addConstr(done >= v.disk_backward_ms[u + 1] + read, name=name("reload_read_order", u))
@@ -249,7 +249,7 @@ def add_repeated_forward(model: highspy.Highs, problem: PlacementProblem, v: Var
             slot_free = v.repeat_ms[u - problem.weight_slots]
             model.addConstr(arrives >= slot_free + duration, name=name("repeat_weights_slot", u))
             if v.disk_repeat_ms:
-                read = ms(problem.nvme_read_s(cost.weight_bytes)) * v.homes["nvme"][u]
+                read = ms(problem.nvme_read_s(cost.weight_bytes, each=True)) * v.homes["nvme"][u]
                 done = v.disk_repeat_ms[u]
                 model.addConstr(done >= v.disk_repeat_ms[u - 1] + read, name=name("repeat_read_order", u))
                 if u >= problem.nvme_slots:
@@ -318,8 +318,8 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
             read + ms(problem.nvme_read_s(cost.rest_state_bytes)) * nvme_states + ms(problem.nvme_read_s(both)) * nvme
         )
         parked = micro_batches * nvme_input_mib(problem, v, u)
-        read = read + ms(problem.nvme_read_s(MIB)) * parked
-        write = write + ms(problem.nvme_write_s(MIB)) * parked
+        read = read + ms(problem.nvme_read_s(MIB, each=True)) * parked
+        write = write + ms(problem.nvme_write_s(MIB, each=True)) * parked
         if cost.num_trainable:
             write = write + ms(problem.nvme_write_s(cost.rest_state_bytes)) * nvme_states
             write = write + ms(problem.nvme_write_s(both)) * nvme

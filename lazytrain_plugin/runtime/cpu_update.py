@@ -58,7 +58,7 @@ class CpuUpdates:
             worker.updated_parameters += sum(tensor.numel for tensor in arrived)
         if home.nvme_gradients is not None:
             home.drop_gradients()
-        home.let_go()
+        home.let_go(updated=True)
 
     def _publish(self, unit: Unit, arrived: dict[UnitTensor, Arrival], gradients_done) -> None:
         """Starts bringing GPU-resident weights up to date."""

@@ -351,8 +351,7 @@ class Executor:
     def flush(self) -> None:
         """Waits until every update is done and every parameter shows its new value; takes changed weights over."""
         self._wait()
-        if self.ranks is not None:
-            self._nvme.write_states()
+        self._nvme.write_for_others()
         if self.plan is not None:
             self._outside.take_over()
             # Nothing is pending now, so nobody would notice who writes through `.data`.

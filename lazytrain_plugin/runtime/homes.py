@@ -57,7 +57,7 @@ class UnitHome(HomeStates):
         needs_host_weights = not self.on_gpu or (trained and updated_at_home)
         self.nvme_weights: NvmeWeights | None = None
         if plan.weights == Tier.NVME:
-            self.nvme_weights = nvme.weights(layout.weight_bytes, what=f"weights of {plan.name}")
+            self.nvme_weights = nvme.weights(layout, plan)
         self.host_buffer = self.nvme_weights
         if needs_host_weights and self.host_buffer is None:
             self.host_buffer = HostBuffer(layout.weight_bytes, pin=pin, ranks=ranks)
@@ -262,7 +262,8 @@ class UnitHome(HomeStates):
             if stored is not None:
                 stored.close()
 
-    def let_go(self) -> None:
-        """Weights on NVMe were changed: to the disk with them, and out of memory, in the background."""
+    def let_go(self, *, updated: bool) -> None:
+        """Weights on NVMe were changed (`updated`: only what this rank updates): to the disk with them, and out of
+        memory, in the background."""
         if self.nvme_weights is not None:
-            self.nvme_weights.let_go()
+            self.nvme_weights.let_go(updated=updated)

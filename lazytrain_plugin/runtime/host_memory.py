@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lazytrain_plugin.runtime.private_look import PrivateLook
 from lazytrain_plugin.units import MIB, align_up, format_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def prefer_node(index: int | None) -> None:
     _preferred_node = index
 
 
-class HostBuffer:
+class HostBuffer(PrivateLook):
     """`nbytes` of zeroed, page-aligned, private host memory.
 
     Exact size: torch's pinned allocator rounds up to a power of two, which costs up to twice the memory.
@@ -46,7 +47,6 @@ class HostBuffer:
     def __init__(self, nbytes: int, *, pin: bool, ranks: RankGroup | None = None) -> None:
         self.nbytes = nbytes
         size = align_up(max(nbytes, 1), mmap.PAGESIZE)
-        self._private: mmap.mmap | None = None
         if ranks is None:
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
@@ -61,8 +61,6 @@ class HostBuffer:
         self._spans: list[tuple[int, int]] = [(0, nbytes)]
         """[start, end) pieces that one transfer may cover: a transfer can't cross two pinned regions."""
         self._bytes = self._read_from = self.tensor(torch.uint8, 0, nbytes)
-        self.has_writes = False
-        """Whether this process is known to show other values than the ranks have in common."""
         self.pinned = pin and self._pin(size)
 
     def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
@@ -73,45 +71,6 @@ class HostBuffer:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
-
-    def shown(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
-        """As `tensor`, for those who may write to it without asking.
-
-        Of shared memory it is a private look: writes are this process's own until `forget_writes`.
-        """
-        if self._private is None or numel == 0:
-            return self.tensor(dtype, offset_bytes, numel)
-        return torch.frombuffer(self._private, dtype=dtype, count=numel, offset=offset_bytes)
-
-    @property
-    def is_shared(self) -> bool:
-        return self._private is not None
-
-    def was_written(self) -> bool:
-        """Whether this process has written to `shown` tensors of shared memory."""
-        return self._private is not None and _has_own_pages(self._look())
-
-    def _look(self) -> torch.Tensor:
-        return torch.frombuffer(self._private, dtype=torch.uint8, count=max(self.nbytes, 1))[: self.nbytes]
-
-    def notice_writes(self) -> None:
-        """After writes to `shown` tensors: reads give those values from now on. Nobody may write meanwhile."""
-        look = self._look()
-        self.has_writes = not torch.equal(look, self._bytes)
-        if self.has_writes:
-            self._read_from = look
-        else:
-            self.forget_writes()  # or these pages would stay behind
-
-    def take_writes(self) -> None:
-        """Makes them the values that all ranks have; others may not read meanwhile."""
-        self._bytes.copy_(self._read_from)
-
-    def forget_writes(self) -> None:
-        """What was written to `shown` tensors of shared memory gives way to what the ranks have in common."""
-        if self._private is not None:
-            self._private.madvise(mmap.MADV_DONTNEED)
-            self.has_writes, self._read_from = False, self._bytes
 
     def read_into(self, device_flat: torch.Tensor, nbytes: int | None = None) -> None:
         """Starts copying the buffer (or its first `nbytes`) to the front of a uint8 tensor on the device."""
@@ -180,20 +139,6 @@ def _take_from_node(memory: mmap.mmap, nbytes: int, node: int) -> None:
             node,
             os.strerror(ctypes.get_errno()) if _MBIND is not None else platform.machine(),
         )
-
-
-def _has_own_pages(memory: torch.Tensor) -> bool:
-    """Whether pages of a private file mapping were written to, by /proc/self/pagemap; True where that can't be read."""
-    first = memory.data_ptr() // mmap.PAGESIZE
-    try:
-        with open("/proc/self/pagemap", "rb") as pagemap:
-            pagemap.seek(8 * first)
-            entries = bytearray(pagemap.read(8 * -(-memory.numel() // mmap.PAGESIZE)))
-    except OSError:
-        return True
-    pages = torch.frombuffer(entries, dtype=torch.int64) if entries else torch.ones(1, dtype=torch.int64) << 62
-    in_use, of_file = (pages >> 62) & 3, (pages >> 61) & 1  # present or swapped; a page of a file
-    return bool(((in_use != 0) & (of_file == 0)).any())
 
 
 def _register(address: int, nbytes: int) -> bool:

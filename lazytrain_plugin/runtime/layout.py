@@ -98,6 +98,16 @@ class FlatLayout:
         first, end = (num_blocks * r // num_ranks for r in (rank, rank + 1))
         return first * ALIGNMENT_ELEMENTS, end * ALIGNMENT_ELEMENTS
 
+    def weight_bytes_of(self, rank: int, num_ranks: int) -> slice:
+        """The bytes of the flat of weights that hold a rank's part."""
+        first, end = self.part(rank, num_ranks)
+        places = []
+        for tensor in self.trained:
+            spanned = [min(max(e - tensor.state_offset, 0), tensor.numel) for e in (first, end)]
+            if spanned[0] < spanned[1]:
+                places += [tensor.weight_offset_bytes + count * tensor.dtype.itemsize for count in spanned]
+        return slice(min(places, default=0), max(places, default=0))
+
 
 def lay_out(
     named: list[tuple[str, nn.Parameter]],

@@ -54,7 +54,7 @@ def move(unit: Unit, home: UnitHome, now) -> None:
         before.release()
     unit.home = home
     unit.point_home()
-    home.let_go()
+    home.let_go(updated=False)
 
 
 def _take_weights(unit: Unit, home: UnitHome) -> None:
@@ -100,9 +100,9 @@ def begin_alike(units: list[Unit], ranks: RankGroup) -> None:
 def refuse_for_several_ranks(plan: PlacementPlan) -> None:
     """Raises PlanMismatchError for what only one rank can carry out."""
     for unit in (*plan.units, *plan.stem):
-        if Tier.NVME in (unit.weights, unit.gradient_tier):
+        if unit.gradient_tier == Tier.NVME:
             raise PlanMismatchError(
-                f"the plan puts weights or gradients of {unit.name} on NVMe, which this version does for one rank only "
-                "(several ranks keep states and activations there); plan again without, or train with "
+                f"the plan puts gradients of {unit.name} on NVMe, which this version does for one rank only (several "
+                "ranks keep weights, states and activations there); plan again without, or train with "
                 "--num_processes 1"
             )

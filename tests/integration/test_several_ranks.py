@@ -17,6 +17,7 @@ from torch import nn
 
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 from tests.comm.ranks import succeed
+from tests.integration import on_disk
 from tests.runtime.rig import VOCAB, Model
 from tests.runtime.test_several_ranks import WideBlock
 
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 class Adapted(Model):
-    def __init__(self):
-        super().__init__([WideBlock() for _ in range(2)])
+    def __init__(self, num_layers=2):
+        super().__init__([WideBlock() for _ in range(num_layers)])
         self.register_buffer("seen", torch.zeros(3))
 
 
@@ -41,11 +42,11 @@ def prepare(rank, world_size, accelerator="cpu"):
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a minute of compilation
 
 
-def make_engine(seed, world_size, *, bf16=False, **block):
+def make_engine(seed, world_size, *, bf16=False, num_layers=2, **block):
     import deepspeed
 
     torch.manual_seed(seed)
-    model = Adapted()
+    model = Adapted(num_layers)
     config = {
         "train_micro_batch_size_per_gpu": ROWS // world_size,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -100,7 +101,35 @@ def two_then_save(rank, device, folder):
     out["full"] = {name: value.clone() for name, value in engine._zero3_consolidated_16bit_state_dict().items()}
     engine.save_checkpoint(folder, "two_end")
     engine.destroy()
+    later = lambda engine: train(engine, rank, 2, range(1, STEPS))  # noqa: E731
+    out["disk"] = disk_leg(rank, 2, folder, "first disk", None, range(1), later)
     return out
+
+
+def disk_leg(rank, world_size, folder, disk, load, steps, later=None):
+    """Every rank starts from weights of its own."""
+    disk = Path(folder) / disk
+    disk.mkdir(exist_ok=True)
+    engine = make_engine(10 * world_size + rank, world_size, bf16=True, nvme_path=str(disk))
+    saved = f"to step {steps.stop}"
+    found = on_disk.leg(engine, lambda engine: train(engine, rank, world_size, steps), folder, load, saved, later)
+    torch.distributed.barrier()
+    return found | {"left behind": [path.name for path in disk.iterdir()]}
+
+
+def planned_on_disk(rank, folder):
+    """Masters after training, and which units' states are on disk: with room in memory, and without."""
+    (disk := Path(folder) / "planned disk").mkdir(exist_ok=True)
+    on_disk.describe_small_machine(Path(folder) / f"cache {rank}")
+    budgets = on_disk.tight_budgets(Adapted(12), max_tokens=14, accumulation_steps=ACCUMULATION, local_ranks=2)
+    found = []
+    for block in ({}, {**budgets, "nvme_path": str(disk)}):
+        engine = make_engine(0, 2, num_layers=12, max_tokens=14, **block)
+        train(engine, rank, 2, range(2))
+        found.append((masters(engine), on_disk.is_on_disk(engine)))
+        torch.distributed.barrier()
+        engine.destroy()
+    return found
 
 
 def one_from_two(rank, device, folder):
@@ -117,6 +146,7 @@ def one_from_two(rank, device, folder):
     out["whole run"] = masters(engine)
     engine.destroy()
     out["balanced"] = balanced(rank, 1)
+    out["disk"] = disk_leg(rank, 1, folder, "second disk", "to step 1", range(1, 3))
     return out
 
 
@@ -133,6 +163,8 @@ def two_from_one(rank, device, folder):
     out["balanced"] = balanced(rank, 2)
     out["swapping"] = swapping(rank)
     out["swap fails"] = swap_fails(rank)
+    out["disk"] = disk_leg(rank, 2, folder, "third disk", "to step 3", range(3, STEPS))
+    out["planned"] = planned_on_disk(rank, folder)
     return out
 
 
@@ -335,6 +367,29 @@ def test_one_rank_resumes_what_two_saved(two, one):
     for mine, saved in zip(one["halfway"], two[0]["halfway"], strict=True):
         same(mine, saved)
     close(one["end"], two[0]["end"])
+
+
+def test_weights_and_states_on_disk_resume_on_other_ranks_and_disks(two, one, again):
+    """S-16: two ranks, one, and two again, each with a disk of its own."""
+    (first, other), alone, (third, last) = ([rank["disk"] for rank in two], one["disk"], [r["disk"] for r in again])
+    same(first["saved"], alone["loaded"])
+    same(alone["saved"], third["loaded"])
+    same(first["later"], first["moved"])  # to host memory
+    for mine, theirs in ((first, other), (third, last)):
+        for point in mine.keys() - {"left behind"}:
+            same(mine[point], theirs[point])
+    whole = lambda tensors: torch.cat([value.flatten() for key, value in sorted(tensors.items())])  # noqa: E731
+    # bf16 gradients of halves of the batch are rounded otherwise.
+    apart, moved = (whole(third["saved"]) - whole(a) for a in (first["later"], first["saved"]))
+    assert apart.norm() < 0.02 * moved.norm()
+    assert all(found["left behind"] == [] for found in (first, other, alone, third, last))
+
+
+def test_states_that_memory_does_not_hold_are_planned_on_disk(again):
+    for (plain, in_memory), (tight, there) in (rank["planned"] for rank in again):
+        assert not any(in_memory) and any(there)
+        same(tight, plain)
+    assert again[0]["planned"][1][1] == again[1]["planned"][1][1]
 
 
 def test_two_ranks_resume_what_one_saved(one, again):

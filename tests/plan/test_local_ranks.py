@@ -155,3 +155,50 @@ def test_the_program_plans_divided_updates():
     step_s, lean_s = (simulate(problem, found).step_s for found in (plan, leanest_plan(problem)))
     assert step_s < lean_s / 2
     assert plan.solver["gap_frac"] > -0.01  # the program's bound is not above the replay
+
+
+DISK = {"nvme_bytes": 1 << 40, "nvme_read_bytes_per_s": 2e9, "nvme_write_bytes_per_s": 1e9}
+
+
+def on_disk(home):
+    """The same plan for one rank and for three: units on disk, with the replayed step."""
+    machine, request = builders.hardware(**DISK), PlanRequest(max_tokens=TOKENS, capabilities=Capabilities(nvme=True))
+    found = []
+    for count in (1, 3):
+        problem = build_problem(builders.model(), machine, replace(request, local_ranks=count))
+        plan = leanest_plan(problem).with_units(**HOMES[home])
+        found.append((problem, plan, simulate(problem, plan, record=True)))
+    return found
+
+
+@pytest.mark.parametrize("home", ["nvme_states", "nvme"])
+def test_ranks_divide_states_on_disk_and_each_reads_whole_weights(home):
+    (one, plan, alone), (three, _, together) = on_disk(home)
+    ledgers = account(one, plan), account(three, plan)
+    assert ledgers[0].nvme == ledgers[1].nvme  # once, for all
+    cost = one.units[0]
+    weights = cost.weight_bytes if home == "nvme" else 0
+    slots = [ledger.cpu["NVMe slots"] for ledger in ledgers]
+    assert slots[0] == one.nvme_slots * (cost.rest_state_bytes + weights)
+    assert slots[1] == pytest.approx(one.nvme_slots * (cost.rest_state_bytes + 3 * weights), abs=100)
+    events = [{event.name: event for event in times.events} for times in (alone, together)]
+    durations = lambda name: [found[name].end_s - found[name].start_s for found in events]  # noqa: E731
+    for name in (f"read {cost.name}", f"write {cost.name}"):
+        assert durations(name)[0] == pytest.approx(durations(name)[1])
+    if home == "nvme":
+        fetched = durations(f"read {cost.name} (backward)")
+        assert fetched[1] == pytest.approx(3 * fetched[0]) == pytest.approx(3 * weights / DISK["nvme_read_bytes_per_s"])
+
+
+def test_the_program_puts_on_disk_what_ranks_do_not_hold_in_memory():
+    model = builders.model(8)
+    machine = builders.hardware(**DISK)
+    request = PlanRequest(max_tokens=TOKENS, capabilities=Capabilities(nvme=True), local_ranks=2)
+    problem = build_problem(model, machine, request)
+    need = account(problem, leanest_plan(problem)).need_bytes()
+    states = sum(cost.rest_state_bytes for cost in problem.units)
+    request = replace(request, gpu_budget_bytes=need["gpu"], cpu_budget_bytes=need["cpu"] - states // 3)
+    plan = make_plan(model, machine, request)
+    check_plan(plan, model, machine, request)
+    assert any(unit.states == Tier.NVME for unit in plan.units)
+    assert plan.solver["gap_frac"] > -0.01  # the program's bound is not above the replay

@@ -263,8 +263,8 @@ def activations_on_disk(rank, device, disk):
     case = {"model": "wide", "keep": "mixed", "max_norm": 0.1}
     found = [run_case(ranks, device, 2, case | more) for more in ({"disk": disk}, {})]
     model = Model()
-    plan = plan_for(model, device=device.type).with_units(states=Tier.NVME)
-    with pytest.raises(PlanMismatchError, match=r"states or gradients of layers\.0 on NVMe") as error:
+    plan = plan_for(model, device=device.type).with_units(weights=Tier.NVME)
+    with pytest.raises(PlanMismatchError, match=r"weights or gradients of layers\.0 on NVMe") as error:
         make_executor(model, plan, device=str(device), native=True, ranks=ranks, nvme=NvmeTier([disk]))
     return found, str(error.value)
 

@@ -139,16 +139,18 @@ class RunFolder:
 
 
 class PeerFile:
-    """Stands for a `RunFolder` of which another rank of the node has made one file, to be read here.
+    """Stands for a `RunFolder` of which another rank of the node has made one file.
 
     Args:
         path: of the file.
         direct: past the page cache, as its owner does.
+        writes: not only to be read here.
     """
 
-    def __init__(self, path: str, *, direct: bool) -> None:
+    def __init__(self, path: str, *, direct: bool, writes: bool = False) -> None:
         self._path = path
         self.direct = direct
+        self._flags = os.O_CLOEXEC | (os.O_RDWR if writes else os.O_RDONLY)
         self._fd: int | None = None
 
     def create(self, nbytes: int, *, direct: bool, what: str) -> tuple[int, str]:
@@ -157,12 +159,11 @@ class PeerFile:
         Raises:
             StorageError: it can't be read.
         """
-        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct and self.direct else 0)
         try:
-            self._fd = os.open(self._path, flags)
+            self._fd = os.open(self._path, self._flags | (os.O_DIRECT if direct and self.direct else 0))
         except OSError as error:
             raise StorageError(
-                f"can't read {what} ({format_bytes(nbytes)}), which another rank of this node wrote to {self._path}: "
+                f"can't open {what} ({format_bytes(nbytes)}), which another rank of this node has at {self._path}: "
                 f'{error.strerror}. All ranks of a node must run as one user, and see the folders of "nvme_path"'
             ) from error
         return self._fd, self._path

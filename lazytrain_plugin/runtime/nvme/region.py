@@ -91,15 +91,17 @@ class Region:
             self._on_write(job)
         return job
 
-    def warm(self) -> Job:
-        """Starts bringing it into the page cache (not for `direct` regions)."""
-        return self._start(Kind.WARM, 0, None)
+    def warm(self, span: slice) -> Job:
+        """Starts bringing some bytes into the page cache (not for `direct` regions)."""
+        return self._start(Kind.WARM, 0, None, span.stop, first=span.start)
 
-    def write_back(self, mapping_address: int, keep) -> Job:
-        """Starts bringing it to the disk and out of the page cache, where the mapping holds it (not for `direct`)."""
-        return self._start(Kind.WRITE_BACK, mapping_address, keep)
+    def write_back(self, mapping_address: int, keep, span: slice) -> Job:
+        """Starts bringing some bytes to the disk and out of the page cache, where a mapping of all holds them (not
+        for `direct`)."""
+        return self._start(Kind.WRITE_BACK, mapping_address, keep, span.stop, first=span.start)
 
-    def _start(self, kind: Kind, address: int, keep, nbytes: int | None = None) -> Job:
+    def _start(self, kind: Kind, address: int, keep, nbytes: int | None = None, *, first: int = 0) -> Job:
+        """`first`, `nbytes`: of the bytes to move; the blocks that hold them are moved whole."""
         if self._direct:
             self.wait()  # otherwise the page cache puts requests in order
         verb = "reading" if kind in (Kind.READ, Kind.WARM) else "writing"
@@ -108,7 +110,7 @@ class Region:
         drop = not self._past_the_cache and (self._direct or kind == Kind.READ)
         checksums = ctypes.addressof(self._checksums) if self._checksums is not None else None
         end = self.padded_bytes if nbytes is None else padded(nbytes)
-        for block in range(-(-end // self._block_bytes)):
+        for block in range(first // self._block_bytes, -(-end // self._block_bytes)):
             requests.append(
                 Request(
                     fd=self.files[block % num_files][1],

@@ -113,16 +113,20 @@ class NvmeStores:
             self._follower = UpdateWorker("disk")
         return NvmeStates.of_ranks(self.tier, self._staging, flats, self._ranks, self._follower, what=what)
 
-    def write_states(self) -> None:
-        """Returns when every change of states is on disk, for other ranks to read. Raises StorageError."""
-        if self._staging is not None:
-            self._staging.drain()
+    def write_for_others(self) -> None:
+        """Returns when other ranks can read every change of this one's states. Raises StorageError."""
         if self._follower is not None:
+            if self._staging is not None:
+                self._staging.drain()
             self._follower.drain()
 
-    def weights(self, nbytes: int, *, what: str) -> NvmeWeights:
+    def weights(self, layout: FlatLayout, plan: UnitPlan) -> NvmeWeights:
         """Makes room for one unit's weights. Raises StorageError if there is none."""
-        return NvmeWeights(self.tier, self._weights, nbytes, what=what)
+        part = (0, 1) if self._ranks is None else (self._ranks.local_rank, self._ranks.local_size)
+        return NvmeWeights(
+            self.tier, self._weights, layout.weight_bytes,
+            what=f"weights of {plan.name}", own=layout.weight_bytes_of(*part), ranks=self._ranks,
+        )  # fmt: skip
 
     def gradients(self, form: GradientFormat, *, name: str) -> NvmeGradients:
         """Makes room for one unit's gradients. Raises StorageError if there is none."""

@@ -54,7 +54,8 @@ class NvmeTier:
         self.block_bytes = block_bytes
         self._delay_s = delay_s
         self._slow_after_s = slow_after_s
-        self._regions: list[Region] = []
+        self._regions: dict[Region, int] = {}
+        """With the bytes of the limit that each takes."""
         self._num_mapped = 0
         self._lock = threading.Lock()
         """Regions are made by the thread that runs the model and by the update thread."""
@@ -72,7 +73,8 @@ class NvmeTier:
         """Takes `nbytes` now. `direct=False` (for what is mapped): in one folder, through the page cache.
 
         Args:
-            options: `checksums` and `on_write`, as of `Region`.
+            options: `sharers` of one region, of whom each has a limit of its own that bears a part of it; `checksums`
+                and `on_write` as of `Region`.
 
         Raises:
             StorageError: more than `limit_bytes`, or than a disk has.
@@ -84,8 +86,19 @@ class NvmeTier:
         """What another rank of this node has made with `region`, to read; whoever asks for it closes it."""
         return Region(self.engine, files, nbytes, what=what, block_bytes=self.block_bytes, checksums=checksums)
 
-    def _region(self, nbytes: int, *, what: str, direct: bool, **options: Any) -> Region:
-        need_bytes = padded(nbytes)
+    def mapped_peer_region(self, file: PeerFile, nbytes: int, *, what: str, sharers: int) -> Region:
+        """What another rank of this node has made with `region(direct=False)`; `give_back` as if it were one's own."""
+        with self._lock:
+            region = Region(self.engine, [file], nbytes, what=what, direct=False, block_bytes=self.block_bytes)
+            self._take(region, padded(nbytes) // sharers)
+            return region
+
+    def _take(self, region: Region, num_bytes: int) -> None:
+        self._regions[region] = num_bytes
+        self.used_bytes += num_bytes
+
+    def _region(self, nbytes: int, *, what: str, direct: bool, sharers: int = 1, **options: Any) -> Region:
+        need_bytes = padded(nbytes) // sharers
         if self.limit_bytes is not None and self.used_bytes + need_bytes > self.limit_bytes:
             raise StorageError(
                 f"no room on NVMe for {what}: {format_bytes(need_bytes)} needed, "
@@ -98,8 +111,7 @@ class NvmeTier:
             folders = [self.folders[self._num_mapped % len(self.folders)]]
             self._num_mapped += 1
         region = Region(engine, folders, nbytes, what=what, direct=direct, block_bytes=self.block_bytes, **options)
-        self.used_bytes += need_bytes
-        self._regions.append(region)
+        self._take(region, need_bytes)
         return region
 
     def give_back(self, region: Region) -> None:
@@ -109,8 +121,7 @@ class NvmeTier:
                 region.wait()
             finally:
                 with self._lock:
-                    self._regions.remove(region)
-                    self.used_bytes -= region.padded_bytes
+                    self.used_bytes -= self._regions.pop(region)
                     region.close()
 
     def free_bytes(self) -> int:

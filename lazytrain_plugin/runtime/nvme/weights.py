@@ -14,11 +14,16 @@ from collections import deque
 
 import torch
 
+from lazytrain_plugin.errors import LazyTrainError
 from lazytrain_plugin.runtime.nvme import mapped_faults
+from lazytrain_plugin.runtime.nvme.folder import PeerFile
 from lazytrain_plugin.runtime.nvme.io import Job
+from lazytrain_plugin.runtime.nvme.peers import agree_on_places
 from lazytrain_plugin.runtime.nvme.region import Region
 from lazytrain_plugin.runtime.nvme.staging import Staging, StagingBuffer
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
+from lazytrain_plugin.runtime.private_look import PrivateLook
+from lazytrain_plugin.runtime.rank_group import RankGroup
 
 
 class WeightStaging:
@@ -50,20 +55,38 @@ class WeightStaging:
         self.buffers.close()
 
 
-class NvmeWeights:
+class NvmeWeights(PrivateLook):
     """Stands for the `HostBuffer` of a unit whose weights rest on NVMe. See [Note: coherence].
+
+    Ranks of a node have one file, the first one's: each maps it, and updates its own elements there.
 
     Args:
         what: names it in messages.
+        own: the bytes that this rank updates.
+        ranks: those of the node, if there are several; all make it at the same point.
     """
 
-    def __init__(self, tier: NvmeTier, staging: WeightStaging, nbytes: int, *, what: str) -> None:
+    def __init__(
+        self,
+        tier: NvmeTier,
+        staging: WeightStaging,
+        nbytes: int,
+        *,
+        what: str,
+        own: slice,
+        ranks: RankGroup | None = None,
+    ) -> None:
         self.nbytes = nbytes
         self.staging = staging
-        self.region: Region = tier.region(nbytes, what=what, direct=False)
+        self.region: Region = _region(tier, nbytes, ranks, what=what)
+        self._own = own
         self._tier = tier
-        self._map = mmap.mmap(self.region.files[0][1], self.region.padded_bytes)
-        self._address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        descriptor, size = self.region.files[0][1], self.region.padded_bytes
+        self._map = mmap.mmap(descriptor, size)
+        if ranks is not None:
+            self._private = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE)
+        self._bytes = self._read_from = torch.frombuffer(self._map, dtype=torch.uint8, count=size)[:nbytes]
+        self._address = self._bytes.data_ptr()
         mapped_faults.watch(self._map, self._address, self.region.files[0][2])
         self._warming: Job | None = None
         self._taken: StagingBuffer | None = None
@@ -74,22 +97,25 @@ class NvmeWeights:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
-    shown = tensor
-
     # On their way to a slot.
 
     @property
     def staged(self) -> bool:
         """Whether `read_into` would not wait for the disk."""
-        return self.staging.buffers.holds(self)
+        return self.has_writes or self.staging.buffers.holds(self)
 
     def read_into(self, device_flat: torch.Tensor) -> None:
         """Starts copying the weights to the front of a uint8 tensor on the device; `uploaded` must follow."""
+        if self.has_writes:  # what this process alone shows is in memory
+            device_flat[: self.nbytes].copy_(self._read_from)
+            return
         self._taken = self.staging.fetch(self)
         self._taken.memory.read_into(device_flat, self.nbytes)
 
     def uploaded(self, event) -> None:
         """`event`: the end of the copy that `read_into` started."""
+        if self._taken is None:
+            return
         self.staging.uploaded(event, self._taken)
         self.staging.buffers.forget(self)  # the slot has it now
         self._taken = None
@@ -101,9 +127,9 @@ class NvmeWeights:
     # Around a change.
 
     def warm(self) -> None:
-        """Starts bringing the weights into the page cache, for an update in place."""
+        """Starts bringing what this rank updates into the page cache, for an update in place."""
         if self._warming is None:
-            self._warming = self.region.warm()
+            self._warming = self.region.warm(self._own)
 
     def wait_until_warm(self) -> None:
         """Raises StorageError if the disk failed."""
@@ -111,11 +137,34 @@ class NvmeWeights:
         self._warming.wait()
         self._warming = None
 
-    def let_go(self) -> None:
-        """Starts bringing changes to the disk, and the weights out of memory."""
-        self.region.write_back(self._address, self._map)
+    def let_go(self, *, updated: bool) -> None:
+        """Starts bringing changes to the disk, and the weights out of memory. `updated`: only what this rank updates
+        was changed."""
+        self.region.write_back(self._address, self._map, self._own if updated else slice(0, self.nbytes))
 
     def close(self) -> None:
         """Gives the disk space back, as soon as nobody holds a view any more."""
         self.forget_staged()
         self._tier.give_back(self.region)
+
+
+def _region(tier: NvmeTier, nbytes: int, ranks: RankGroup | None, *, what: str) -> Region:
+    """Room for the weights: for all ranks of a node, the first one's.
+
+    Raises:
+        LazyTrainError: there is none.
+    """
+    if ranks is None:
+        return tier.region(nbytes, what=what, direct=False)
+    region = failure = None
+    if ranks.is_first_of_node:
+        try:
+            region = tier.region(nbytes, what=what, direct=False, sharers=ranks.local_size)
+        except LazyTrainError as error:
+            failure = error
+    places = agree_on_places(ranks, region, failure, what=what)
+    if region is not None:
+        return region
+    path, direct = places[0][0]
+    file = PeerFile(path, direct=direct, writes=True)
+    return tier.mapped_peer_region(file, nbytes, what=what, sharers=ranks.local_size)

@@ -10,50 +10,74 @@ from functools import partial
 import pytest
 import torch
 
-from lazytrain_plugin.runtime import activation_store
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.rank_group import RankGroup
-from tests.comm.ranks import succeed
+from lazytrain_plugin.vocab import Tier, Updater
+from tests.comm.ranks import run_ranks, succeed
 from tests.runtime.nvme.rig import assert_same, full_state, on_nvme
 from tests.runtime.rig import make_executor, plan_for
 from tests.runtime.test_several_ranks import DEVICES, MODELS, global_batches
 
-STEPS = 4
+STEPS = 3
 pytestmark = pytest.mark.multiprocess
 
+BOTH = {"weights": Tier.NVME, "states": Tier.NVME}
 CASES = {
-    "fp32": {"dtype": torch.float32},
-    "bf16, clipped": {"max_norm": 0.1},
-    "8 bit": {"state_bits": 8},
-    "8 bit, few codes": {"state_bits": 8, "least_coded_numel": 300},
+    "fp32, tied": {"model": "tied", "dtype": torch.float32},
     "accumulation": {"accumulation": 2, "max_norm": 0.1, "slots": 1},
-    "weights on the GPU": {"home": "mirror"},
-    "every second unit": {"every": 2},
+    "8 bit, few codes": {"state_bits": 8, "least_coded_numel": 300},
+    "weights on the GPU": {"home": "mirror", "every": 2, "model": "frozen"},
     "twice": {"model": "twice"},
-    "skips": {"model": "skips"},
-    "tied": {"model": "tied"},
-    "frozen": {"model": "frozen"},
+    "skips": {"model": "skips", "homes": BOTH},
+    "weights": {"homes": {"weights": Tier.NVME}, "writes": True, "max_norm": 0.1},
+    "weights and states": {"homes": BOTH, "accumulation": 2, "writes": True},
+    "weights and states, fp32": {"homes": BOTH, "model": "frozen", "dtype": torch.float32, "every": 2},
 }
+
+
+def gpu(plan):
+    return plan.with_units(weights=Tier.GPU, states=Tier.GPU, updater=Updater.GPU)
+
+
+def in_8_bits(plan):
+    return plan.with_units(state_bits=8)
+
+
+def same(plan):
+    return plan
+
+
+CASES |= {
+    "to the GPU and back": {"moves": (gpu, same)},
+    "to 8 bits": {"moves": (same, in_8_bits)},
+    "weights to the GPU and back": {"moves": (gpu, same), "homes": BOTH},
+}
+FEW = ("fp32, tied", "8 bit, few codes", "weights and states", "to the GPU and back")
+"""With three ranks, some of which have no part of a small unit."""
 
 
 def run_case(
     ranks, device, tier, *, model="wide", home="cpu", state_bits=32, dtype=torch.bfloat16, least_coded_numel=0,
-    max_norm=0.0, accumulation=1, slots=2, every=1, moves=(),
+    max_norm=0.0, accumulation=1, slots=2, every=1, homes=None, moves=(), writes=False,
 ):  # fmt: skip
     """Norms, masters and states after some steps; `tier`: None keeps everything in host memory.
 
-    `moves`: other plans, one for each step after the first, made of the first one.
+    `moves`: other plans, made of the first one, for the steps after the first. `writes`: from outside, to weights.
     """
     torch.manual_seed(7 if ranks.is_first else 8)  # the first rank's weights count
     model = MODELS[model]()
+    place = same if tier is None else partial(on_nvme, slots=slots, every=every, **homes or {})
     plan = plan_for(model, home=home, state_bits=state_bits, device=device.type)
-    first = plan if tier is None or moves else on_nvme(plan, slots=slots, every=every)
     executor = make_executor(
-        model, first, device=str(device), native=True, dtype=dtype, least_coded_numel=least_coded_numel, ranks=ranks,
-        nvme=tier,
+        model, place(plan), device=str(device), native=True, dtype=dtype, least_coded_numel=least_coded_numel,
+        ranks=ranks, nvme=tier,
     )  # fmt: skip
+    assert tier is None or tier.used_bytes > 0
     data, norms = iter(global_batches(STEPS * accumulation, ranks.size)), []
     for step in range(STEPS):
+        if step in range(1, len(moves) + 1):
+            move = moves[step - 1]
+            executor.place(move(plan) if move is gpu else place(move(plan)))
         for micro in range(accumulation):
             executor.begin_forward()
             executor.set_last_micro_batch(micro == accumulation - 1)
@@ -61,29 +85,72 @@ def run_case(
             (model.loss(ids) / accumulation).backward()
             executor.end_backward()
         norms.append(executor.step(max_norm)[0].total)
-        if step < len(moves):
-            executor.place(moves[step](plan))
+        if writes and step == 0:
+            write_from_outside(model, ranks)
     executor.flush()
     found = {"norms": torch.tensor(norms, dtype=torch.float64), **full_state(executor)}
-    if tier is not None and not moves:
-        assert tier.used_bytes > 0
+    ranks.barrier("end of a case")  # each reads what is on the others' disk
     executor.close()
     return found
 
 
-def every_case(rank, device, disk):
-    activation_store.SMALLEST_BYTES = 1
+def write_from_outside(model, ranks):
+    """On every rank, as adapters are merged; and on the second one alone."""
+    with torch.no_grad():
+        model.layers[0].up.weight.mul_(0.5)
+        if ranks.rank == 1:
+            model.layers[1].up.weight.add_(1.0)
+
+
+def every_case(rank, device, disk, names):
     ranks = RankGroup(device)
-    tier = partial(NvmeTier, [disk], block_bytes=4096, delay_s=0.001)
-    return {name: [run_case(ranks, device, t, **case) for t in (None, tier())] for name, case in CASES.items()}
+    tiers = lambda: (None, NvmeTier([disk], block_bytes=4096, delay_s=0.0005))  # noqa: E731
+    return {name: [run_case(ranks, device, tier, **CASES[name]) for tier in tiers()] for name in names}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_same_bits_as_in_host_memory(device, disk):
-    """S-15, S-16, S-19, S-22: states on disk, every request late."""
-    first, second = succeed(every_case, 2, str(disk), device=device, timeout_s=200)
-    for name in CASES:
-        in_memory, on_disk = first[name]
+@pytest.mark.parametrize(("size", "names"), [(2, tuple(CASES)), (3, FEW)])
+def test_the_same_bits_as_in_host_memory(device, disk, size, names):
+    """S-15, S-19, S-22: weights and states on disk, every request late."""
+    first, *others = succeed(every_case, size, str(disk), names, device=device, timeout_s=200)
+    for name, (in_memory, on_disk) in first.items():
         assert_same(on_disk, in_memory)
-        assert_same(second[name][1], in_memory)
+        for other in others:
+            assert_same(other[name][1], in_memory)
     assert not list(disk.iterdir())
+
+
+def has_no_room(rank, device, disk):
+    ranks = RankGroup(device)
+    run_case(ranks, device, NvmeTier([disk], limit_bytes=4096 if rank else None))
+
+
+def test_no_room_on_one_rank_is_an_error_on_all(disk):
+    first, second = run_ranks(has_no_room, 2, str(disk))
+    assert "StorageError: no room on NVMe for states of layers.0" in second.text
+    assert "StorageError: Rank 1: no room on NVMe for states of layers.0" in first.text
+
+
+def loses_a_block(rank, device, disk):
+    ranks = RankGroup(device)
+    torch.manual_seed(7)
+    model = MODELS["wide"]()
+    tier = NvmeTier([disk])
+    plan = on_nvme(plan_for(model), slots=1)
+    executor = make_executor(model, plan, device=str(device), native=True, ranks=ranks, nvme=tier)
+    for step, batch in enumerate(global_batches(3, 2)):
+        executor.begin_forward()
+        model.loss(batch.chunk(2)[rank]).backward()
+        executor.step(0.0)
+        executor.flush()
+        if step == 0 and rank == 1:
+            _, _, path = executor.units[1].home.nvme_states.region.files[0]
+            with open(path, "r+b") as file:
+                file.write(b"oops")
+
+
+def test_a_damaged_block_on_one_rank_ends_all(disk):
+    """S-14: none waits for what will never come."""
+    first, second = run_ranks(loses_a_block, 2, str(disk), timeout_s=60)
+    assert "not what was written there" in second.text and "resume from the last checkpoint" in second.text
+    assert "the optimizer update of layers.1 on rank 1 failed there" in first.text
