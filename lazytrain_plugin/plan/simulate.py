@@ -125,9 +125,7 @@ class _Step:
         staged = nvme_staged_bytes(cost, unit)
         ready_s = step_s
         if staged:
-            ready_s = self._read_nvme(
-                f"read {cost.name}", staged, step_s, self.written_s.get(cost.name, 0.0), each=False
-            )
+            ready_s = self._read_nvme(cost, "", staged, step_s, each=False)
         updated_s = self.clock.run(
             f"update {cost.name}",
             Resource.WORKER,
@@ -143,9 +141,10 @@ class _Step:
             )
             self.disk.use(self.written_s[cost.name])
 
-    def _read_nvme(self, name: str, num_bytes: int, *after_s: float, each: bool = True) -> float:
-        read_s = self.problem.nvme_read_s(num_bytes, each=each)
-        return self.clock.run(name, Resource.NVME_READ, read_s, self.disk.free_s(), *after_s, num_bytes=num_bytes)
+    def _read_nvme(self, cost: UnitCost, why: str, num_bytes: int, after_s: float, *, each: bool) -> float:
+        read_s, name = self.problem.nvme_read_s(num_bytes, each=each), f"read {cost.name}{why}"
+        after_s = max(after_s, self.disk.free_s(), self.written_s.get(cost.name, 0.0))
+        return self.clock.run(name, Resource.NVME_READ, read_s, after_s, num_bytes=num_bytes)
 
     def forward(self, *, fresh: bool) -> float:
         """One micro-batch's forward with loss; `fresh`: the weights were just updated."""
@@ -221,9 +220,7 @@ class _Step:
         ready_s = self.weight_s.get(cost.name, 0.0)
         if unit.weights == Tier.NVME and not (fresh and cost.num_trainable):
             # Updated weights leave for the GPU from the staging buffer of their update.
-            ready_s = self._read_nvme(
-                f"read {cost.name} ({phase})", cost.weight_bytes, ready_s, self.written_s.get(cost.name, 0.0)
-            )
+            ready_s = self._read_nvme(cost, f" ({phase})", cost.weight_bytes, ready_s, each=True)
         arrived_s = self.clock.run(
             f"weights {cost.name} ({phase})",
             Resource.H2D,

@@ -140,11 +140,10 @@ class Executor:
         A batch larger than any before may come as a window's second: the gradients that have arrived move along.
         """
         self.flush()
+        self.share_changes()  # homes hand over what ranks have in common
         native = isinstance(self.updater, NativeAdamW)
         self._streamed_updates.check(plan, native=native or self.updater is None)
         self._slots = None
-        if self.ranks is not None:
-            placing.refuse_for_several_ranks(plan)
         placing.sum_up(self.all_units, plan, self._sink, self.ranks)
         self._nvme.begin(plan, self.all_units)
         make_home = partial(UnitHome, device=self.device, native=native, nvme=self._nvme, ranks=self.ranks)

@@ -30,10 +30,14 @@ class GradientFormat:
     With 16 bits: gradients in their weights' dtypes, and fp32 sums with an element per trained element. With 8: codes
     (kernels/coded_gradient.py), int8 in the one and int16 in the other, an element per trained element, then their
     steps, two bytes per 64 elements.
+
+    With a `part` the flats hold those elements only, and so do what `arrival` and `sum` give.
     """
 
     layout: FlatLayout
     bits: int
+    part: tuple[int, int]
+    """[first, end) of the unit's trained elements: whole blocks of 256."""
 
     @property
     def coded(self) -> bool:
@@ -42,8 +46,10 @@ class GradientFormat:
     @property
     def arrival_bytes(self) -> int:
         """Bytes of the flat of arrivals."""
-        numel = self.layout.state_numel
-        return numel + 2 * (numel // CODE_BLOCK) if self.coded else self.layout.gradient_bytes
+        if self.coded:
+            return self._numel + 2 * (self._numel // CODE_BLOCK)
+        held = self._gradient_bytes
+        return held.stop - held.start
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -53,24 +59,43 @@ class GradientFormat:
     @property
     def sum_numel(self) -> int:
         """Elements of the flat of sums."""
-        numel = self.layout.state_numel
-        return numel + numel // CODE_BLOCK if self.coded else numel
+        return self._numel + self._numel // CODE_BLOCK if self.coded else self._numel
+
+    @property
+    def _numel(self) -> int:
+        return self.part[1] - self.part[0]
+
+    @property
+    def _gradient_bytes(self) -> slice:
+        """Of the flat of the whole unit's gradients in their weights' dtypes."""
+        whole = self._numel == self.layout.state_numel
+        return slice(0, self.layout.gradient_bytes) if whole else self.layout.gradient_bytes_of(self.part)
+
+    def _place(self, tensor: UnitTensor) -> tuple[int, int]:
+        """A tensor's elements in flats with an element per trained one: the first one's index, and their number."""
+        span = tensor.span_in(self.part)
+        count = span.stop - span.start
+        return (tensor.state_offset + span.start - self.part[0] if count else 0), count
 
     def arrival(self, tensor: UnitTensor, flat_uint8: torch.Tensor) -> Gradient:
         """A tensor's part of the flat of arrivals."""
-        if not self.coded:
-            return tensor.gradient_view(flat_uint8)
-        numel = self.layout.state_numel
-        return CodedGradient(flat_uint8[:numel].view(torch.int8), flat_uint8[numel:].view(torch.int16)).part(
-            tensor.state_offset, tensor.numel
-        )
+        first, count = self._place(tensor)
+        if self.coded:
+            codes, steps = flat_uint8[: self._numel].view(torch.int8), flat_uint8[self._numel :].view(torch.int16)
+            return CodedGradient(codes, steps).part(first, count)
+        start = self._offset_bytes(tensor, tensor.span_in(self.part).start) if count else 0
+        return flat_uint8[start : start + count * tensor.dtype.itemsize].view(tensor.dtype)
+
+    def _offset_bytes(self, tensor: UnitTensor, start: int) -> int:
+        """Where an element of a tensor lies in the flat of arrivals that has no codes."""
+        return tensor.gradient_offset_bytes + start * tensor.dtype.itemsize - self._gradient_bytes.start
 
     def sum(self, tensor: UnitTensor, flat: torch.Tensor) -> Gradient:
         """A tensor's part of the flat of sums."""
-        if not self.coded:
-            return tensor.state_view(flat)
-        numel = self.layout.state_numel
-        return CodedGradient(flat[:numel], flat[numel:]).part(tensor.state_offset, tensor.numel)
+        first, count = self._place(tensor)
+        if self.coded:
+            return CodedGradient(flat[: self._numel], flat[self._numel :]).part(first, count)
+        return flat[first : first + count]
 
     def at_rest(self, raw: torch.Tensor) -> Gradient:
         """What is kept of a gradient on its device: itself, or its codes."""
@@ -89,11 +114,10 @@ class GradientFormat:
             starts: index of the first given element in each tensor, a multiple of 256.
         """
         if not self.coded:
-            return [
-                (tensor.gradient_offset_bytes + start * tensor.dtype.itemsize, raw)
-                for (tensor, raw), start in zip(raws, starts, strict=True)
-            ]
-        placed = [(tensor.state_offset + start, raw) for (tensor, raw), start in zip(raws, starts, strict=True)]
+            return [(self._offset_bytes(tensor, start), raw) for (tensor, raw), start in zip(raws, starts, strict=True)]
+        placed = [
+            (tensor.state_offset + start - self.part[0], raw) for (tensor, raw), start in zip(raws, starts, strict=True)
+        ]
         pieces = []
         for run in _neighbours(placed):
             first, (last, last_raw) = run[0][0], run[-1]
@@ -101,13 +125,14 @@ class GradientFormat:
             for place, raw in run:
                 encode_gradient(raw, coded.part(place - first, raw.numel()))
             pieces.append((first, coded.codes))
-            pieces.append((self.layout.state_numel + 2 * (first // CODE_BLOCK), coded.steps))
+            pieces.append((self._numel + 2 * (first // CODE_BLOCK), coded.steps))
         return pieces
 
     def ranges(self, first_element: int, numel: int, *, summed: bool) -> list[tuple[int, int]]:
-        """Codes and steps of trained elements (whole blocks of 256): (offset, size) in bytes in their flat."""
+        """Codes and steps of trained elements (whole blocks of 256) of a whole unit: (offset, size) in bytes in their
+        flat."""
         width = 2 if summed else 1
-        steps = self.layout.state_numel * width
+        steps = self._numel * width
         return [
             (first_element * width, numel * width),
             (steps + 2 * (first_element // CODE_BLOCK), 2 * (numel // CODE_BLOCK)),

@@ -60,8 +60,7 @@ class HomeStates:
 
     def _span_of(self, tensor: UnitTensor, local_rank: int) -> slice:
         """The elements of the tensor in a rank's part."""
-        first, end = (min(max(e - tensor.state_offset, 0), tensor.numel) for e in self.part(local_rank))
-        return slice(first, end)
+        return tensor.span_in(self.part(local_rank))
 
     def _own_span(self, tensor: UnitTensor) -> slice:
         """The elements whose states this rank has: all, or those of its part."""
@@ -85,7 +84,7 @@ class HomeStates:
             yield
             return
         with self.nvme_states.in_memory(changes=changes, write_now=write_now):
-            first = self.part(self.ranks.local_rank)[0] if self.is_divided else 0
+            first = self.ranks.part(self.layout)[0] if self.is_divided else 0
             self.held = self._holding(self.nvme_states.tensors, first)
             try:
                 yield

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.kernels.split import join_master, split_master
 from lazytrain_plugin.plan.result import UnitPlan
-from lazytrain_plugin.runtime.gradient_format import Gradient, GradientFormat, take_over
+from lazytrain_plugin.runtime.gradient_format import Gradient, GradientFormat, part_of, take_over
 from lazytrain_plugin.runtime.home_states import HomeStates
 from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor, elements
@@ -69,7 +70,9 @@ class UnitHome(HomeStates):
         }
         self.state_buffers: dict[str, HostBuffer] = {}
         """States in host memory by the key of their flat; sums over micro-batches are `ACCUMULATOR`."""
-        self.gradient_format = GradientFormat(layout, plan.gradient_bits)
+        divided = ranks is not None and plan.gradient_tier == Tier.NVME
+        part = ranks.part(layout) if divided else layout.part(0, 1)
+        self.gradient_format = GradientFormat(layout, plan.gradient_bits, part)
         self.gradient_buffer: HostBuffer | None = None
         self._host_gradients: torch.Tensor | None = None
         self._gpu_gradients: dict[UnitTensor, Gradient] = {}
@@ -102,7 +105,7 @@ class UnitHome(HomeStates):
         else:
             flats = state_flats(self.layout, self.plan, native=self.native)
             self.held = self._holding({key: self._state(key, dtype, numel) for key, dtype, numel in flats})
-        if self.is_shared:
+        if self.is_shared and self.nvme_gradients is None:
             # Made while all ranks are here; takes no memory before it is used.
             self._make_accumulator()
 
@@ -156,7 +159,8 @@ class UnitHome(HomeStates):
         return self.gpu_weights[tensor]
 
     def gradient(self, tensor: UnitTensor) -> Gradient:
-        """The gradient as it arrived, 1-D [numel] in storage order, in the weight's dtype or in codes."""
+        """The gradient as it arrived, 1-D [numel] in storage order, in the weight's dtype or in codes; of gradients on
+        NVMe, of several ranks, the part that is here."""
         if self.states_on_gpu:
             return self._gpu_gradients[tensor]
         return self.gradient_format.arrival(tensor, self._host_gradients)
@@ -173,7 +177,7 @@ class UnitHome(HomeStates):
             self.nvme_gradients.forget()
 
     def accumulated(self, tensor: UnitTensor) -> Gradient:
-        """The sum over micro-batches, 1-D [numel], fp32 or in codes; its memory is made at first use."""
+        """The sum over micro-batches, fp32 or in codes, otherwise as `gradient`; its memory is made at first use."""
         form = self.gradient_format
         if self.accumulator is None:
             self._make_accumulator()
@@ -245,10 +249,23 @@ class UnitHome(HomeStates):
 
     def take_sums(self, other: UnitHome, tensors: Collection[UnitTensor]) -> None:
         """Takes over sums over micro-batches."""
-        if tensors:
-            with self.sums_in_memory(changes=True), other.sums_in_memory(changes=False):
-                for tensor in tensors:
-                    take_over(self.accumulated(tensor), other.accumulated(tensor))
+        if not tensors:
+            return
+        divided = [home for home in (self, other) if home.has_part_of_gradients]
+        if divided and self.states_on_gpu:
+            raise PlanMismatchError(
+                f"gradients of {self.plan.name} on NVMe, of which each rank has a part, can't move to the GPU between "
+                "two micro-batches; keep one plan for all of them (max_tokens of the largest batch)"
+            )
+        with self.sums_in_memory(changes=True), other.sums_in_memory(changes=False):
+            for tensor in tensors:
+                span = tensor.span_in(divided[0].gradient_format.part) if divided else slice(0, tensor.numel)
+                take_over(part_of(self.accumulated(tensor), span), part_of(other.accumulated(tensor), span))
+
+    @property
+    def has_part_of_gradients(self) -> bool:
+        """Gradients are on NVMe, of which each of several ranks has its own part."""
+        return self.ranks is not None and self.nvme_gradients is not None
 
     def for_each_host_buffer(self, action: Callable[[HostBuffer], None]) -> None:
         for buffer in (self.host_buffer, self.gradient_buffer, *self.state_buffers.values()):

@@ -55,26 +55,14 @@ class UnitTensor:
         """1-D [numel] in storage order -> the parameter's shape and strides."""
         return flat.as_strided(self.shape, self.stride)
 
+    def span_in(self, part: tuple[int, int]) -> slice:
+        """This tensor's elements among [first, end) of the unit's trained elements."""
+        first, end = (min(max(e - self.state_offset, 0), self.numel) for e in part)
+        return slice(first, end)
+
     def weight_view(self, flat_uint8: torch.Tensor) -> torch.Tensor:
         """This weight, 1-D [numel], inside a uint8 flat of the unit's weights."""
         return _typed(flat_uint8, self.weight_offset_bytes, self.numel, self.dtype)
-
-    def gradient_view(self, flat_uint8: torch.Tensor) -> torch.Tensor:
-        """This gradient, 1-D [numel], inside a uint8 flat of the unit's gradients."""
-        return _typed(flat_uint8, self.gradient_offset_bytes, self.numel, self.dtype)
-
-    def state_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This tensor's part of a flat with one element per trained element."""
-        return flat[self.state_offset : self.state_offset + self.numel]
-
-    def exact_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This tensor's part of a flat with the elements of the tensors that are too small for 8-bit states."""
-        return flat[self.exact_offset : self.exact_offset + self.numel]
-
-    def block_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This tensor's part of a flat with one element per block of 256."""
-        first = self.state_offset // ALIGNMENT_ELEMENTS
-        return flat[first : first + -(-self.numel // ALIGNMENT_ELEMENTS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +86,21 @@ class FlatLayout:
         first, end = (num_blocks * r // num_ranks for r in (rank, rank + 1))
         return first * ALIGNMENT_ELEMENTS, end * ALIGNMENT_ELEMENTS
 
-    def weight_bytes_of(self, rank: int, num_ranks: int) -> slice:
-        """The bytes of the flat of weights that hold a rank's part."""
-        first, end = self.part(rank, num_ranks)
+    def weight_bytes_of(self, part: tuple[int, int]) -> slice:
+        """The bytes of the flat of weights that hold some of the trained elements."""
+        return self._bytes_of(part, "weight_offset_bytes")
+
+    def gradient_bytes_of(self, part: tuple[int, int]) -> slice:
+        """The bytes of the flat of gradients that hold some of the trained elements."""
+        return self._bytes_of(part, "gradient_offset_bytes")
+
+    def _bytes_of(self, part: tuple[int, int], offset_name: str) -> slice:
         places = []
         for tensor in self.trained:
-            spanned = [min(max(e - tensor.state_offset, 0), tensor.numel) for e in (first, end)]
-            if spanned[0] < spanned[1]:
-                places += [tensor.weight_offset_bytes + count * tensor.dtype.itemsize for count in spanned]
+            span = tensor.span_in(part)
+            if span.start < span.stop:
+                offset = getattr(tensor, offset_name)
+                places += [offset + count * tensor.dtype.itemsize for count in (span.start, span.stop)]
         return slice(min(places, default=0), max(places, default=0))
 
 

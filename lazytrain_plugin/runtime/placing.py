@@ -7,13 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.runtime.gradients import GradientSink
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.unit import Unit
-from lazytrain_plugin.vocab import Tier
 
 
 def move_all(units: list[Unit], plan: PlacementPlan, make_home: Callable[..., UnitHome], now) -> None:
@@ -95,14 +93,3 @@ def begin_alike(units: list[Unit], ranks: RankGroup) -> None:
                 home.publish(tensor)
         if home.states_on_gpu and home.held is not None and "remainder" in home.held.flats:
             ranks.copy_of_first(home.held.flats["remainder"], f"first copy of {unit.name}")
-
-
-def refuse_for_several_ranks(plan: PlacementPlan) -> None:
-    """Raises PlanMismatchError for what only one rank can carry out."""
-    for unit in (*plan.units, *plan.stem):
-        if unit.gradient_tier == Tier.NVME:
-            raise PlanMismatchError(
-                f"the plan puts gradients of {unit.name} on NVMe, which this version does for one rank only (several "
-                "ranks keep weights, states and activations there); plan again without, or train with "
-                "--num_processes 1"
-            )

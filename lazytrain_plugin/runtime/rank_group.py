@@ -16,7 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from lazytrain_plugin.comm.hops import Hops
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.errors import CommunicationError
 from lazytrain_plugin.units import align_up, format_bytes
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.runtime.layout import FlatLayout
 
 POLL_S = 2e-4
 """Between two looks at a counter of another rank."""
@@ -77,6 +80,10 @@ class RankGroup:
     @property
     def is_first_of_node(self) -> bool:
         return self.local_rank == 0
+
+    def part(self, layout: FlatLayout) -> tuple[int, int]:
+        """[first, end) of a unit's trained elements that this rank updates."""
+        return layout.part(self.local_rank, self.local_size)
 
     # Agreement.
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from lazytrain_plugin.errors import PlanMismatchError
+from lazytrain_plugin.errors import LazyTrainError, PlanMismatchError
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import GradientFormat
 from lazytrain_plugin.runtime.nvme.gradients import GradientStaging, NvmeGradients
+from lazytrain_plugin.runtime.nvme.peers import agree_on_places
 from lazytrain_plugin.runtime.nvme.region import padded
 from lazytrain_plugin.runtime.nvme.staging import Staging
 from lazytrain_plugin.runtime.nvme.states import Flats, NvmeStates, lay_out_parts
@@ -68,7 +70,7 @@ class NvmeStores:
                 for flats in self._state_flats(unit.layout, unit_plan):
                     largest_bytes = max(largest_bytes, lay_out_parts(flats)[1])
             if unit_plan.gradient_tier == Tier.NVME and unit.trained:
-                form = GradientFormat(unit.layout, unit_plan.gradient_bits)
+                form = GradientFormat(unit.layout, unit_plan.gradient_bits, self._own_part(unit.layout))
                 largest_gradient_bytes = max(largest_gradient_bytes, padded(form.arrival_bytes))
                 largest_sum_bytes = max(largest_sum_bytes, padded(form.sum_numel * form.sum_dtype.itemsize))
             if unit_plan.weights == Tier.NVME:
@@ -99,6 +101,9 @@ class NvmeStores:
                 'states in memory; set "optimizer": {"implementation": "native"}, or plan its states on the CPU'
             )
 
+    def _own_part(self, layout: FlatLayout) -> tuple[int, int]:
+        return layout.part(0, 1) if self._ranks is None else self._ranks.part(layout)
+
     def _state_flats(self, layout: FlatLayout, plan: UnitPlan) -> list[Flats]:
         """Of the part of each rank of this node."""
         size = 1 if self._ranks is None else self._ranks.local_size
@@ -122,15 +127,22 @@ class NvmeStores:
 
     def weights(self, layout: FlatLayout, plan: UnitPlan) -> NvmeWeights:
         """Makes room for one unit's weights. Raises StorageError if there is none."""
-        part = (0, 1) if self._ranks is None else (self._ranks.local_rank, self._ranks.local_size)
-        return NvmeWeights(
-            self.tier, self._weights, layout.weight_bytes,
-            what=f"weights of {plan.name}", own=layout.weight_bytes_of(*part), ranks=self._ranks,
-        )  # fmt: skip
+        own = layout.weight_bytes_of(self._own_part(layout))
+        what = f"weights of {plan.name}"
+        return NvmeWeights(self.tier, self._weights, layout.weight_bytes, what=what, own=own, ranks=self._ranks)
 
     def gradients(self, form: GradientFormat, *, name: str) -> NvmeGradients:
-        """Makes room for one unit's gradients. Raises StorageError if there is none."""
-        return NvmeGradients(self.tier, self._gradients, form, name=name)
+        """Makes room for one unit's gradients, of this rank's part of them. Raises StorageError if there is none."""
+        make = partial(NvmeGradients, self.tier, self._gradients, form, name=name)
+        if self._ranks is None:
+            return make()
+        gradients = failure = None
+        try:
+            gradients = make()
+        except LazyTrainError as error:
+            failure = error
+        agree_on_places(self._ranks, gradients and gradients.region, failure, what=f"gradients of {name}")
+        return gradients
 
     def end(self, units: Iterable[Unit]) -> None:
         """After everything moved to the new plan's homes."""

@@ -5,6 +5,7 @@ One set of processes runs every case: starting them takes longer than training.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,25 +15,15 @@ from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.vocab import Tier, Updater
 from tests.comm.ranks import run_ranks, succeed
-from tests.runtime.nvme.rig import assert_same, full_state, on_nvme
+from tests.runtime.nvme.rig import full_state, on_nvme
 from tests.runtime.rig import make_executor, plan_for
 from tests.runtime.test_several_ranks import DEVICES, MODELS, global_batches
 
 STEPS = 3
+STATES = {"states": Tier.NVME}
+WEIGHTS = {"weights": Tier.NVME}
+ALL = STATES | WEIGHTS | {"gradients": Tier.NVME}
 pytestmark = pytest.mark.multiprocess
-
-BOTH = {"weights": Tier.NVME, "states": Tier.NVME}
-CASES = {
-    "fp32, tied": {"model": "tied", "dtype": torch.float32},
-    "accumulation": {"accumulation": 2, "max_norm": 0.1, "slots": 1},
-    "8 bit, few codes": {"state_bits": 8, "least_coded_numel": 300},
-    "weights on the GPU": {"home": "mirror", "every": 2, "model": "frozen"},
-    "twice": {"model": "twice"},
-    "skips": {"model": "skips", "homes": BOTH},
-    "weights": {"homes": {"weights": Tier.NVME}, "writes": True, "max_norm": 0.1},
-    "weights and states": {"homes": BOTH, "accumulation": 2, "writes": True},
-    "weights and states, fp32": {"homes": BOTH, "model": "frozen", "dtype": torch.float32, "every": 2},
-}
 
 
 def gpu(plan):
@@ -47,32 +38,53 @@ def same(plan):
     return plan
 
 
-CASES |= {
-    "to the GPU and back": {"moves": (gpu, same)},
-    "to 8 bits": {"moves": (same, in_8_bits)},
-    "weights to the GPU and back": {"moves": (gpu, same), "homes": BOTH},
+CASES = {
+    "clipped": (
+        {"max_norm": 0.1, "writes": True},
+        {
+            "states, one slot": {"disk": STATES, "slots": 1},
+            "weights": {"disk": WEIGHTS},
+            "all": {"disk": ALL},
+            "weights and states, to the GPU and back": {"disk": WEIGHTS | STATES, "moves": (gpu, same)},
+        },
+    ),
+    "twice, fp32": (
+        {"model": "twice", "dtype": torch.float32, "accumulation": 2},
+        {"states": {"disk": STATES}, "all": {"disk": ALL}},
+    ),
+    "8 bit": (
+        {"model": "skips", "state_bits": 8, "least_coded_numel": 300},
+        {
+            "states": {"disk": STATES, "home": "mirror"},
+            "every second unit": {"disk": WEIGHTS | STATES, "every": 2},
+        },
+    ),
+    "compact": ({"model": "frozen", "state_bits": 8, "gradient_bits": 8, "accumulation": 2}, {"all": {"disk": ALL}}),
+    "tied": ({"model": "tied"}, {"weights and states": {"disk": WEIGHTS | STATES}}),
+    "to 8 bits": ({"moves": (same, in_8_bits)}, {"states": {"disk": STATES}}),
 }
-FEW = ("fp32, tied", "8 bit, few codes", "weights and states", "to the GPU and back")
-"""With three ranks, some of which have no part of a small unit."""
+"""What several runs have in common, and what each of them has on disk."""
 
 
 def run_case(
     ranks, device, tier, *, model="wide", home="cpu", state_bits=32, dtype=torch.bfloat16, least_coded_numel=0,
-    max_norm=0.0, accumulation=1, slots=2, every=1, homes=None, moves=(), writes=False,
+    gradient_bits=16, max_norm=0.0, accumulation=1, slots=2, every=1, disk=None, moves=(), writes=False,
 ):  # fmt: skip
-    """Norms, masters and states after some steps; `tier`: None keeps everything in host memory.
+    """Norms, masters and states after some steps.
 
-    `moves`: other plans, made of the first one, for the steps after the first. `writes`: from outside, to weights.
+    `disk`: what rests there. `moves`: other plans, made of the first one, for the steps after the first. `writes`: from
+    outside, to weights.
     """
     torch.manual_seed(7 if ranks.is_first else 8)  # the first rank's weights count
     model = MODELS[model]()
-    place = same if tier is None else partial(on_nvme, slots=slots, every=every, **homes or {})
-    plan = plan_for(model, home=home, state_bits=state_bits, device=device.type)
+    place = same if disk is None else partial(on_nvme, slots=slots, every=every, **disk)
+    plan = replace(plan_for(model, home=home, state_bits=state_bits, device=device.type), fidelity="compact")
+    plan = plan.with_units(gradient_bits=gradient_bits)
     executor = make_executor(
         model, place(plan), device=str(device), native=True, dtype=dtype, least_coded_numel=least_coded_numel,
         ranks=ranks, nvme=tier,
     )  # fmt: skip
-    assert tier is None or tier.used_bytes > 0
+    assert (disk is None) == (tier is None or tier.used_bytes == 0)
     data, norms = iter(global_batches(STEPS * accumulation, ranks.size)), []
     for step in range(STEPS):
         if step in range(1, len(moves) + 1):
@@ -102,27 +114,35 @@ def write_from_outside(model, ranks):
             model.layers[1].up.weight.add_(1.0)
 
 
-def every_case(rank, device, disk, names):
+def every_case(rank, device, folder, names):
+    """(case, run) -> what it found; the run None is in host memory."""
     ranks = RankGroup(device)
-    tiers = lambda: (None, NvmeTier([disk], block_bytes=4096, delay_s=0.0005))  # noqa: E731
-    return {name: [run_case(ranks, device, tier, **CASES[name]) for tier in tiers()] for name in names}
+    found = {}
+    for name in names:
+        common, runs = CASES[name]
+        for run, special in {None: {}, **runs}.items():
+            # Later ranks have slower disks: who reads their parts must wait for them.
+            tier = None if run is None else NvmeTier([folder], block_bytes=4096, delay_s=0.001 + 0.01 * rank)
+            found[name, run] = run_case(ranks, device, tier, **common, **special)
+    return found
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("size", "names"), [(2, tuple(CASES)), (3, FEW)])
+@pytest.mark.parametrize(("size", "names"), [(2, tuple(CASES)), (3, ("compact", "tied"))])
 def test_the_same_bits_as_in_host_memory(device, disk, size, names):
-    """S-15, S-19, S-22: weights and states on disk, every request late."""
-    first, *others = succeed(every_case, size, str(disk), names, device=device, timeout_s=200)
-    for name, (in_memory, on_disk) in first.items():
-        assert_same(on_disk, in_memory)
-        for other in others:
-            assert_same(other[name][1], in_memory)
+    """S-15, S-19, S-22: weights, states and gradients on disk, every request late."""
+    ranks = succeed(every_case, size, str(disk), names, device=device, timeout_s=200)
+    for (name, _), in_memory in ((key, value) for key, value in ranks[0].items() if key[1] is None):
+        for found in ranks:
+            for run in (None, *CASES[name][1]):
+                for key, value in in_memory.items():
+                    assert torch.equal(found[name, run][key], value), (name, run, key)
     assert not list(disk.iterdir())
 
 
 def has_no_room(rank, device, disk):
     ranks = RankGroup(device)
-    run_case(ranks, device, NvmeTier([disk], limit_bytes=4096 if rank else None))
+    run_case(ranks, device, NvmeTier([disk], limit_bytes=4096 if rank else None), disk=STATES)
 
 
 def test_no_room_on_one_rank_is_an_error_on_all(disk):
