@@ -25,6 +25,7 @@ from lazytrain_plugin.errors import InfeasiblePlanError, LazyTrainError, PlanMis
 from lazytrain_plugin.integration import plan_watch, planning, training_request
 from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.planning import Planner
+from lazytrain_plugin.plan.bits import is_lossy, plan_error
 from lazytrain_plugin.plan.choices import HOMES
 from lazytrain_plugin.plan.explain_measured import planned_events
 from lazytrain_plugin.plan.greedy import leanest_plan
@@ -33,6 +34,7 @@ from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.timeline import timeline_page, with_measured
+from lazytrain_plugin.profile.model import StrategyProfile
 from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.vocab import Activations
 from tests.plan import builders
@@ -145,19 +147,20 @@ def test_a_drift_leads_to_another_plan_between_two_steps_and_no_bit_changes(devi
     assert got.losses == expected.losses and got.grad_norms == expected.grad_norms
 
 
-def made(monkeypatch, *, adapt=True, native=True, profile=None):
+def made(monkeypatch, *, adapt=True, native=True, profile=None, tokens=512, state_bits=32, **config):
     """A planner of a described machine, with a plan, and no model at all."""
     planner = object.__new__(Planner)
     hardware = builders.hardware(matmul_flop_per_s=1e11)
     planner.__dict__.update(
         _untimed_profile=builders.model(4), _timed_profile=profile or builders.model(4),
-        _measured_hardware=hardware, _state_bits=32, _observed={},
+        _measured_hardware=hardware, _state_bits=state_bits, _observed={},
         _accumulation_steps=1, _search=None, _current=None, _swaps_left=2 if adapt else 0, request=None,
         _native=native, _ranks=None, _fixed=None, _planned_tokens=None, _compiled=False, _errors=None,
-        _config=LazyTrainConfig(gpu_memory_gib=builders.GPU_RESERVE_GIB + 0.1),
+        _prices_are_new=False,
+        _config=LazyTrainConfig(**{"gpu_memory_gib": builders.GPU_RESERVE_GIB + 0.1, **config}),
         _cache=planning.PlanCache(),
     )  # fmt: skip
-    return planner, planner.plan_for(512)
+    return planner, planner.plan_for(tokens)
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -166,6 +169,38 @@ def test_states_are_streamed_for_the_native_kernels_only(monkeypatch, native):
     planner, plan = made(monkeypatch, native=native)
     assert planner.request.capabilities.streamed_states == native
     assert native or not any(unit.streams_states for unit in (*plan.units, *plan.stem))
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+def test_error_prices_of_this_model_change_the_bits_of_the_plan_in_place(monkeypatch, caplog, adapt):
+    """Inputs turn out to be the sensitive ones: they get the bits, at the same placement and the same speed."""
+    caplog.set_level(logging.INFO)
+    saving = StrategyProfile(
+        activations=Activations.MATMULS, saved_bytes_per_token=16 * 512, recompute_frac=0.1,
+        attention_bytes_per_token=4 * 512,
+    )  # fmt: skip
+    layers = {"flop_per_token": 2.0 * 64 * 512**2, "boundary_bytes_per_token": 12 * 512, "kept_bytes_per_token": 0}
+    profile = builders.model(12, strategies=(saving,), **layers)
+    planner, plan = made(
+        monkeypatch, adapt=adapt, profile=profile, tokens=8192, state_bits=8, fidelity="compact", gpu_memory_gib=2.3,
+        cpu_memory_gib=3.4,
+    )  # fmt: skip
+    assert any(map(is_lossy, plan.units)) and planner.better_plan() is None
+    low, high = ({bits: scale / 2**bits for bits in (4, 5, 6, 8)} for scale in (0.02, 3.0))
+    planner.take_errors({"norm": high, "gemm": low, "swiglu": low})
+    better = planner.better_plan()
+    if not adapt:
+        assert better is None and planner.wants_errors is False
+        return
+    before, after = (plan_error(p, planner.request.gradient_errors) for p in (plan, better))
+    assert after < 0.9 * before and "its bits chosen by measured prices" in caplog.text
+    assert better.predicted_step_s <= plan.predicted_step_s * 1.003
+    placed = [[(unit.weights, unit.states, unit.updater, unit.boundary) for unit in p.units] for p in (plan, better)]
+    assert placed[0] == placed[1]
+    # No prices that are new, no other plan; and prices as they were before change nothing.
+    assert planner.better_plan() is None
+    planner.take_errors(planner.request.gradient_errors)
+    assert planner.better_plan() is None and "bits of activations stay" in caplog.text
 
 
 def finished(planner):

@@ -158,7 +158,7 @@ def explain_command(
         plan, trace = _load_plan_or_trace(plan_file)
         if measured is not None:
             trace = MeasuredTrace.load(measured)
-        profile = problem = None
+        profile = problem = machine = request = None
         if model is not None:
             machine = load_hardware(hardware)
             profile = load_model(model, dtype, sequence_length=seq_len, fused_kernels=machine.has_gpu)
@@ -185,6 +185,8 @@ def explain_command(
                 console.print(explain_choice(problem, plan, unit_profile))
         elif trace is None or measured is None:
             console.print(explain_plan(plan))
+            for choice in lossy_choices(plan, profile, machine, request) if problem is not None else ():
+                console.print(f"lossy: {choice}")
         if trace is not None and unit is None:
             console.print(explain_measured(data, trace.typical))
 
@@ -226,11 +228,13 @@ def load_hardware(name: str) -> HardwareProfile:
         return HardwareProfile.load(name)
     import torch
 
-    from lazytrain_plugin.integration.training_request import measure_update_rate
+    from lazytrain_plugin.integration.training_request import measure_coding_rates, measure_update_rate
     from lazytrain_plugin.profile.measure import measure_hardware
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return measure_hardware(device, update_parameters_per_s=measure_update_rate)
+    return measure_hardware(
+        device, update_parameters_per_s=measure_update_rate, coding_bytes_per_s=measure_coding_rates
+    )
 
 
 def load_model(model: str, dtype: str, *, sequence_length: int, fused_kernels: bool) -> ModelProfile:

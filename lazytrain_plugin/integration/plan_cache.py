@@ -20,7 +20,7 @@ from lazytrain_plugin.units import GIB
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Part of every key: raise it when the planner finds other plans for the same question."""
 FREE_MEMORY_GRAIN_BYTES = GIB // 4
 """Free memory differs a little from run to run; plans are looked up by what is surely free."""

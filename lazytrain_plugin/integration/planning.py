@@ -18,9 +18,11 @@ from lazytrain_plugin.integration.plan_watch import ObservedStep
 from lazytrain_plugin.integration.training_request import training_machine, training_request
 from lazytrain_plugin.integration.unit_times import scaled, timed_profile
 from lazytrain_plugin.plan.background import BackgroundSolve
+from lazytrain_plugin.plan.bits import choose_bits_again, plan_error
 from lazytrain_plugin.plan.check import load_plan_file
 from lazytrain_plugin.plan.cluster import Cluster
 from lazytrain_plugin.plan.fidelity import lossy_choices
+from lazytrain_plugin.plan.greedy import explained
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.refusal import feasible
@@ -41,6 +43,8 @@ DRIFT_FRAC = 0.1
 """How far a measured rate is from the planned one before it is worth a search."""
 SWAP_GAIN_FRAC = 0.03
 """What another plan must gain, replayed with the measured rates, before weights are moved for it."""
+LESS_ERROR_FRAC = 0.1
+"""By how much other bits must lower a plan's error before they are taken in a run."""
 MOST_SWAPS = 4
 """Per run: measurements are noisy, and moving costs a step or two."""
 
@@ -78,6 +82,8 @@ class Planner:
         self.request: PlanRequest | None = None
         self._errors: dict[str, dict[int, float]] | None = None
         """Error prices as a layer of this model has shown them."""
+        self._prices_are_new = False
+        """They came after the current plan."""
         self._search: BackgroundSolve | None = None
         self._current: PlacementPlan | None = None
         self._compiled = False
@@ -235,9 +241,30 @@ class Planner:
         return self._fixed is None and self._errors is None
 
     def take_errors(self, errors: dict[str, dict[int, float]]) -> None:
-        """Error prices that a layer has shown, for the next plan, in this run or another."""
+        """Error prices that a layer has shown, for this plan's bits and the next plan, in this run or another."""
         self._errors = errors
         self._cache.store_errors(self._untimed_profile, errors)
+        if self.request is not None:
+            self.request = replace(self.request, gradient_errors=errors)
+            self._prices_are_new = self._swaps_left > 0
+
+    def _plan_with_less_error(self) -> PlacementPlan | None:
+        """The current placement with other bits, if the prices that a layer has shown make those worth a change."""
+        self._prices_are_new = False
+        problem, errors = self.problem(), self._errors
+        plan = choose_bits_again(problem, self._current)
+        before, after = plan_error(self._current, errors), plan_error(plan, errors)
+        if after > before * (1 - LESS_ERROR_FRAC):
+            logger.info("bits of activations stay: by the measured prices others would not be much less off")
+            return None
+        self._swaps_left -= 1
+        step_s = simulate(problem, plan).step_s
+        plan = explained(problem, plan, step_s, never_above_s=step_s)
+        self._announce(
+            plan, f", its bits chosen by measured prices (gradients {after:.1%} off instead of {before:.1%})"
+        )
+        self._current = plan
+        return plan
 
     def _announce(self, plan: PlacementPlan, remark: str) -> None:
         problem = self.problem()
@@ -296,7 +323,10 @@ class Planner:
             self._search = BackgroundSolve(self.model_profile, self.hardware, self.request)
 
     def better_plan(self) -> PlacementPlan | None:
-        """Once a search in the background is done: its plan, if that is worth moving weights for."""
+        """Once a search in the background is done: its plan, if that is worth moving weights for. Once error prices of
+        this model are known: the current placement with the bits that follow from them."""
+        if self._prices_are_new and self._current is not None and self._search is None:
+            return self._plan_with_less_error()
         if self._search is None:
             return None
         try:

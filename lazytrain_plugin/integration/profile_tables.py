@@ -41,6 +41,8 @@ def hardware_table(machine: HardwareProfile) -> Table:
         for bits in (32, 8):
             per_s = machine.gpu_update_parameters_per_s(bits)
             table.add_row(f"GPU update, {bits}-bit states", rate(per_s, "G parameters/s", 1e9), "")
+    for name, per_s in zip(("4-bit codes made", "values made of them"), machine.coding_bytes_per_s, strict=True):
+        table.add_row(name, rate(per_s, "GB/s", 1e9), "")
     if machine.nvme_read_bytes_per_s or machine.nvme_write_bytes_per_s:
         table.add_row("NVMe read", rate(machine.nvme_read_bytes_per_s, "GB/s", 1e9), "")
         table.add_row("NVMe write", rate(machine.nvme_write_bytes_per_s, "GB/s", 1e9), "")

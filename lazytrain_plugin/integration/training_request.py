@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.integration.measure_nvme import nvme_fields
+from lazytrain_plugin.kernels import blockwise
 from lazytrain_plugin.kernels.adamw import AdamWStep, Moment8, adamw_8bit, adamw_fp32
 from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES, PlanRequest
 from lazytrain_plugin.profile.capacity import host_capacity
@@ -18,10 +20,13 @@ from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.measure import best_wall_s, measure_hardware
 from lazytrain_plugin.runtime.nvme.io import SLOW_AFTER_S
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
+from lazytrain_plugin.runtime.quantized_saves import FORMATS
 from lazytrain_plugin.units import GIB, gib_to_bytes
 from lazytrain_plugin.vocab import Fidelity
 
 logger = logging.getLogger(__name__)
+
+CODING_SAMPLES = 5
 
 UPDATE_SAMPLES = 5
 """Of the CPU update, the fastest counts: threads that just woke up made a single one up to 40 % slow."""
@@ -37,7 +42,12 @@ def training_machine(
 
     Errors: as `nvme_fields`, and ConfigError for a budget larger than the machine.
     """
-    machine = measure_hardware(device, update_parameters_per_s=measure_update_rate, local_world_size=local_world_size)
+    machine = measure_hardware(
+        device,
+        update_parameters_per_s=measure_update_rate,
+        coding_bytes_per_s=measure_coding_rates,
+        local_world_size=local_world_size,
+    )
     _check_budgets(config, machine)
     if not _uses_nvme(config, native):
         return machine
@@ -117,6 +127,27 @@ def measure_update_rate(state_bits: int, device: torch.device) -> float:
             torch.cuda.synchronize(device)
 
     return numel / best_wall_s(run, repeats=UPDATE_SAMPLES)
+
+
+def measure_coding_rates(device: torch.device) -> tuple[float, float]:
+    """Bytes that making 4-bit codes of bf16 values on a device reads and writes in a second, and making values of them,
+    each in a pass of its own."""
+    numel = 1 << (14 if device.type == "cpu" else 26)  # on a GPU long beside a launch, and larger than its cache
+    values = torch.randn(numel, dtype=torch.bfloat16, device=device)
+    codes = blockwise.quantize(values, FORMATS[4])
+
+    def rate(run: Callable[[], object]) -> float:
+        def whole() -> None:
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        moved_bytes = values.nbytes + codes.format.storage_bytes(numel)
+        return moved_bytes / best_wall_s(whole, repeats=CODING_SAMPLES)
+
+    with torch.no_grad():
+        quantize_bytes_per_s = rate(lambda: blockwise.quantize(values, FORMATS[4], out=codes))
+        return quantize_bytes_per_s, rate(lambda: blockwise.dequantize(codes))
 
 
 def nvme_tier(config: LazyTrainConfig, *, local_world_size: int = 1) -> NvmeTier | None:

@@ -128,6 +128,17 @@ def offloaded_bytes(cost: UnitCost, unit: UnitPlan, tiers: Sequence[Tier] = (Tie
     return boundary + (cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved in tiers else 0)
 
 
+def again_s(cost: UnitCost, unit: UnitPlan) -> float:
+    """What a unit computes again in backward, and what coding takes."""
+    leaves = unit.boundary in (Tier.CPU, Tier.NVME)
+    return cost.again_s(unit.activations, unit.saved_bits, unit.boundary_bits, input_leaves=leaves)
+
+
+def workspace_bytes(cost: UnitCost, unit: UnitPlan) -> int:
+    """What the backward of a unit holds at its fullest, beyond its input as it waited: an input in codes is decoded."""
+    return cost.workspace_bytes + (cost.boundary_bytes if unit.boundary_bits < 16 else 0)
+
+
 def nvme_staged_bytes(cost: UnitCost, unit: UnitPlan) -> int:
     """What an update (or a forward) of a unit brings from NVMe to host memory; several ranks each a part of it."""
     return unit_bytes(cost, unit)["nvme"]
@@ -247,7 +258,8 @@ def windows(problem: PlacementProblem, plan: PlacementPlan) -> Iterator[Window]:
 def _found_again(problem: PlacementProblem, plan: PlacementPlan) -> tuple[list[int], list[int]]:
     """For each unit's backward: inputs that an edge has computed again or brought back and that are still needed, and
     the widest workspace, that of the units which run again for it included."""
-    found, widest = [0] * len(plan.units), [cost.workspace_bytes for cost in problem.units]
+    found = [0] * len(plan.units)
+    widest = [workspace_bytes(cost, unit) for cost, unit in zip(problem.units, plan.units)]
     for edge in edges(plan.units):
         source, total = plan.units[edge.source], 0
         if source.boundary != Tier.GPU:

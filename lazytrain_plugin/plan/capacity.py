@@ -15,7 +15,7 @@ from lazytrain_plugin.plan.problem import (
     UnitCost,
     mib,
 )
-from lazytrain_plugin.plan.program_inputs import nvme_input_mib, wider_mib
+from lazytrain_plugin.plan.program_inputs import coded_input, nvme_input_mib, wider_mib
 from lazytrain_plugin.plan.variables import Expression, Variables, kinds_of_use
 from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Activations, Tier
@@ -91,7 +91,7 @@ def _add_least_slots(model: highspy.Highs, problem: PlacementProblem, v: Variabl
         "streamed": (v.weight_slot_mib, lambda cost: cost.weight_bytes),
         "sends": (v.gradient_slot_mib, lambda cost: cost.gradient_bytes),
         "passing": (v.state_slot_mib, lambda cost: cost.state_slot_bytes),
-        "boundary_cpu": (v.activation_slot_mib, lambda cost: cost.boundary_bytes),
+        "boundary_cpu": (v.activation_slot_mib, lambda cost: cost.boundary_bytes - cost.most_spared_input_bytes),
     }
     for kind, columns in kinds_of_use(problem, v).items():
         if kind not in v.used or kind == "worker":
@@ -114,7 +114,7 @@ def add_host_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variab
     rest = host_rest(problem, v) + ranks * problem.nvme_slots * (v.nvme_slot_mib + v.parked_slot_mib)
     budget = mib(problem.cpu_budget_bytes - problem.cpu_reserve_bytes)
     offloaded = ranks * sum(
-        _boundary_mib(cost) * v.boundary_on_cpu[u] + saved_mib(cost, v, u, Tier.CPU)
+        _boundary_mib(cost) * v.boundary_on_cpu[u] - _spared_off_gpu_mib(cost, v, u) + saved_mib(cost, v, u, Tier.CPU)
         for u, cost in enumerate(problem.units)
     )
     if not _is_constant(rest + offloaded):
@@ -176,7 +176,8 @@ def add_backward_capacity(model: highspy.Highs, problem: PlacementProblem, v: Va
     for u, cost in enumerate(problem.units):
         activations = activations + _input_mib(cost, v, u)
         lasting = activations + v.found_mib[u]
-        passing = mib(cost.workspace_bytes) + wider_mib(problem, v, u) + gradients[u]
+        decoded = _boundary_mib(cost) * coded_input(cost, v, u)
+        passing = mib(cost.workspace_bytes) + decoded + wider_mib(problem, v, u) + gradients[u]
         _add_device_row(model, problem, v, lasting, passing, name("capacity", "GPU", u))
         activations = activations + saved_mib(cost, v, u, Tier.GPU)
     embedding = mib(sum(cost.gradient_bytes for cost in problem.stem if cost.role != UnitRole.HEAD))
@@ -209,7 +210,13 @@ def saved_mib(cost: UnitCost, v: Variables, u: int, tier: Tier) -> Expression:
 def offloaded_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
     """What leaves the GPU after the forward of unit u."""
     off_gpu = v.boundary_on_cpu[u] + v.boundary_on_nvme[u]
-    return _boundary_mib(cost) * off_gpu + saved_mib(cost, v, u, Tier.CPU)
+    return _boundary_mib(cost) * off_gpu - _spared_off_gpu_mib(cost, v, u) + saved_mib(cost, v, u, Tier.CPU)
+
+
+def _spared_off_gpu_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
+    if isinstance(v.coded_on_gpu[u], int):
+        return 0
+    return mib(cost.most_spared_input_bytes) * (coded_input(cost, v, u) - v.coded_on_gpu[u])
 
 
 def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
@@ -291,7 +298,8 @@ def _boundary_mib(cost: UnitCost) -> float:
 
 
 def _input_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
-    return _boundary_mib(cost) * (1 - v.boundary_on_cpu[u] - v.boundary_on_nvme[u] - v.dropped[u])
+    on_gpu = 1 - v.boundary_on_cpu[u] - v.boundary_on_nvme[u] - v.dropped[u]
+    return _boundary_mib(cost) * on_gpu - mib(cost.most_spared_input_bytes) * v.coded_on_gpu[u]
 
 
 def _is_constant(expression: Expression) -> bool:

@@ -9,10 +9,12 @@ from rich.table import Table
 
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.bits import bits_of, is_lossy
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, saving_choices
+from lazytrain_plugin.plan.formats import tensor_error
 from lazytrain_plugin.plan.greedy import fits
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
-from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
+from lazytrain_plugin.plan.result import ACTIVATION_BITS, PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.model import UnitProfile
 from lazytrain_plugin.units import format_bytes
@@ -105,13 +107,29 @@ def _others(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan, *, stem: 
         bits = cost.planned_bits(activations)
         text += f" in {bits} bits" if bits < 16 else ""
         keeps = {"boundary": Tier.GPU} if activations == Activations.KEEP and unit.boundary is None else {}
-        yield text + tiers[tier], replace(unit, activations=activations, saved=tier, saved_bits=bits, **keeps)
+        yield (
+            text + tiers[tier],
+            replace(unit, activations=activations, saved=tier, saved_bits=bits, boundary_bits=bits, **keeps),
+        )
+    yield from _other_bits(problem, cost, unit)
     if unit.boundary is None:
         yield "input waits on the GPU", replace(unit, boundary=Tier.GPU)
     elif problem.has_gpu and problem.capabilities.offloaded_boundaries:
         other_tier = Tier.CPU if unit.boundary == Tier.GPU else Tier.GPU
         where = "on the GPU" if other_tier == Tier.GPU else "in host memory"
         yield f"input waits {where}", replace(unit, boundary=other_tier)
+
+
+def _other_bits(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan):
+    """As `_others`, for the bits of what waits in codes, or may."""
+    if cost.planned_bits(unit.activations) == 16 and not is_lossy(unit):
+        return
+    for tensor, name in (("saved", "products"), ("boundary", "input")):
+        for bits in ACTIVATION_BITS:
+            if bits != bits_of(unit, tensor) and (tensor == "saved" or unit.boundary is not None):
+                error = tensor_error(tensor, bits, problem.gradient_errors)
+                text = f"{name} in {bits} bits" + (f", gradients off by up to {error:.1%}" if error else "")
+                yield text, replace(unit, **{f"{tensor}_bits": bits})
 
 
 def _costs(cost: UnitCost, profile: UnitProfile) -> Table:

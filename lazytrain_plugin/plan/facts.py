@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lazytrain_plugin.plan.accounting import (
+    again_s,
     exchange_s,
     is_streamed,
     offloaded_bytes,
     sends_gradients,
     unit_bytes,
     updates_meet_at_home,
+    workspace_bytes,
 )
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import UnitPlan
@@ -89,7 +91,7 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         forward_s=cost.forward_s,
         leave_s=problem.d2h_s(offloaded),
         return_s=problem.h2d_s(offloaded),
-        backward_s=cost.recompute_s(unit.activations) + cost.backward_s,
+        backward_s=again_s(cost, unit) + cost.backward_s,
         meets_s=exchange_s(cost, unit),
         send_s=cost.gradient_d2h_s,
         add_s=cost.accumulate_s,
@@ -106,6 +108,6 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         input_bytes=cost.boundary_bytes_in(unit.boundary_bits) if on_gpu else 0,
         saved_bytes=cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved == Tier.GPU else 0,
         gradient_bytes=cost.gradient_bytes,
-        workspace_bytes=cost.workspace_bytes,
+        workspace_bytes=workspace_bytes(cost, unit),
         state_slot_bytes=cost.state_slot_bytes if unit.streams_states else 0,
     )

@@ -3,13 +3,15 @@ would win."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from lazytrain_plugin.errors import InfeasiblePlanError
 from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.bits import bits_of, is_lossy, plan_error
 from lazytrain_plugin.plan.check import problem_of
-from lazytrain_plugin.plan.formats import GradientErrors, describe_errors, gradient_error
+from lazytrain_plugin.plan.formats import TENSOR_CLASSES, GradientErrors, describe_errors, tensor_error
 from lazytrain_plugin.plan.greedy import fits, greedy_plan
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.request import PlanRequest
@@ -18,7 +20,7 @@ from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
 from lazytrain_plugin.units import GIB
-from lazytrain_plugin.vocab import Fidelity
+from lazytrain_plugin.vocab import Activations, Fidelity, Tier
 
 WORTH_SAYING_FRAC = 0.05
 """A lower fidelity is named where it makes a step this much faster."""
@@ -36,12 +38,17 @@ class LossyChoice:
     what: str
     num_units: int
     saved_s: float
-    """Of the step; below 0: it costs time, and is there for its memory."""
+    """Of the step; below 0: it costs time, and is there for its memory. Where the same placement without it doesn't
+    fit, against one in which as many of these units compute again what they saved as must."""
     saved_bytes: dict[str, int]
     """Per tier, at its fullest moment."""
     needed: bool
     """Without it the placement exceeds a budget."""
     error: str
+    num_recomputing: int = 0
+    """Of these units, how many would have to compute again what they save, for the placement to fit without it."""
+    detail: str = ""
+    """Which bits."""
 
     def __str__(self) -> str:
         memory = ", ".join(
@@ -51,7 +58,10 @@ class LossyChoice:
         )
         time = f"{1e3 * abs(self.saved_s):.0f} ms {'less' if self.saved_s >= 0 else 'more'} per step"
         needed = "; without it this placement doesn't fit" if self.needed else ""
-        return f"{self.what} ({self.num_units} units): {', '.join(filter(None, (time, memory)))}{needed}; {self.error}"
+        if self.needed and self.num_recomputing:
+            needed = f"; without it {self.num_recomputing} of them would have to recompute"
+        units = "; ".join(filter(None, (f"{self.num_units} units", self.detail)))
+        return f"{self.what} ({units}): {', '.join(filter(None, (time, memory)))}{needed}; {self.error}"
 
 
 NAMES = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "NVMe"}
@@ -78,26 +88,43 @@ def lossy_choices(
     problem = problem_of(plan, model, hardware, request)
     with_s, with_bytes = simulate(problem, plan).step_s, account(problem, plan).total_bytes()
     choices = []
-    for what, is_lossy, undo, error in _kinds(request.gradient_errors):
-        lossy = [unit for unit in (*plan.units, *plan.stem) if is_lossy(unit)]
+    for what, has, undo, error in _kinds(plan, request.gradient_errors):
+        lossy = [unit for unit in (*plan.units, *plan.stem) if has(unit)]
         if not lossy:
             continue
         other = _changed(plan, undo)
         exact = problem_of(other, model, hardware, request)
-        if what == ACTIVATIONS:
-            exact = _without_coding(exact)
-        without_bytes = account(exact, other).total_bytes()
+        without_bytes, needed, num_recomputing = account(exact, other).total_bytes(), not fits(exact, other), 0
+        if needed and what == ACTIVATIONS:
+            other, num_recomputing = _recomputing(exact, plan, other)
         choices.append(
             LossyChoice(
                 what=what,
                 num_units=len(lossy),
                 saved_s=simulate(exact, other).step_s - with_s,
                 saved_bytes={tier: without_bytes.get(tier, 0) - with_bytes.get(tier, 0) for tier in NAMES},
-                needed=not fits(exact, other),
+                needed=needed,
                 error=error(lossy),
+                num_recomputing=num_recomputing,
+                detail=_bits_in_use(plan) if what == ACTIVATIONS else "",
             )
         )
     return choices
+
+
+def _recomputing(problem: PlacementProblem, plan: PlacementPlan, exact: PlacementPlan) -> tuple[PlacementPlan, int]:
+    """`exact`, in which so few of the units that save in codes in `plan` recompute that it fits, and how many; as it
+    was, and 0, where that is not enough."""
+    lossy = [u for u, unit in enumerate(plan.units) if is_lossy(unit)]
+
+    def without(count: int) -> PlacementPlan:
+        first = frozenset(lossy[:count])
+        recomputes = {"activations": Activations.RECOMPUTE, "saved": Tier.GPU}
+        units = (replace(unit, **recomputes) if u in first else unit for u, unit in enumerate(exact.units))
+        return replace(exact, units=tuple(units))
+
+    count = next((count for count in range(1, len(lossy) + 1) if fits(problem, without(count))), 0)
+    return without(count), count
 
 
 ACTIVATIONS = "activations in fewer bits"
@@ -106,7 +133,7 @@ Kind = tuple[
 ]  # what, whether a unit has it, the unit without it, its error
 
 
-def _kinds(measured: GradientErrors | None) -> Iterator[Kind]:
+def _kinds(plan: PlacementPlan, measured: GradientErrors | None) -> Iterator[Kind]:
     yield (
         "8-bit optimizer states",
         lambda unit: unit.state_bits == 8,
@@ -121,16 +148,29 @@ def _kinds(measured: GradientErrors | None) -> Iterator[Kind]:
     )
     yield (
         ACTIVATIONS,
-        lambda unit: min(unit.saved_bits, unit.boundary_bits) < 16,
+        is_lossy,
         lambda unit: replace(unit, saved_bits=16, boundary_bits=16),
-        lambda units: _activation_error(units, measured),
+        lambda units: _activation_error(plan, units, measured),
     )
 
 
-def _activation_error(units: list[UnitPlan], measured: GradientErrors | None) -> str:
+def _bits_in_use(plan: PlacementPlan) -> str:
+    """How many units have each tensor in how many bits."""
+    lossy = [unit for unit in plan.units if is_lossy(unit)]
+    texts = []
+    for tensor, name in (("saved", "products"), ("boundary", "inputs")):
+        counts = Counter(bits_of(unit, tensor) for unit in lossy)
+        texts.append(f"{name}: " + ", ".join(f"{counts[bits]} in {bits} bits" for bits in sorted(counts)))
+    return "; ".join(texts)
+
+
+def _activation_error(plan: PlacementPlan, units: list[UnitPlan], measured: GradientErrors | None) -> str:
     bits = min(min(unit.saved_bits, unit.boundary_bits) for unit in units)
-    largest = gradient_error(bits, measured)
-    return f"gradients of single operators off by up to {largest:.1%} ({describe_errors(bits, measured)})"
+    largest = max(tensor_error(tensor, bits_of(unit, tensor), measured) for unit in units for tensor in TENSOR_CLASSES)
+    return (
+        f"gradients of single operators off by up to {largest:.1%}, {plan_error(plan, measured):.1%} over all layers "
+        f"({describe_errors(bits, measured)})"
+    )
 
 
 def advise(plan: PlacementPlan, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> Advice | None:
@@ -158,12 +198,3 @@ def advise(plan: PlacementPlan, model: ModelProfile, hardware: HardwareProfile, 
 
 def _changed(plan: PlacementPlan, change: Callable[[UnitPlan], UnitPlan]) -> PlacementPlan:
     return replace(plan, units=tuple(map(change, plan.units)), stem=tuple(map(change, plan.stem)))
-
-
-def _without_coding(problem: PlacementProblem) -> PlacementProblem:
-    """Nothing is encoded and decoded."""
-
-    def exact(strategies):
-        return {name: replace(strategy, coding_frac=0.0, bits=16) for name, strategy in strategies.items()}
-
-    return replace(problem, units=tuple(replace(cost, strategies=exact(cost.strategies)) for cost in problem.units))

@@ -17,8 +17,8 @@ from lazytrain_plugin.plan.accounting import (
     nvme_bytes_allowed_per_step,
     nvme_written_bytes,
 )
+from lazytrain_plugin.plan.bits import choose_bits
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home
-from lazytrain_plugin.plan.formats import spend_slack
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, build_problem
 from lazytrain_plugin.plan.reasons import explained_unit
 from lazytrain_plugin.plan.replay import Candidate, Judge, candidate_of
@@ -304,7 +304,8 @@ class _Placer:
         saving = {}
         for u in free:
             bits = self.problem.units[u].planned_bits(activations)
-            saving[u] = self._once(u, replace(plan.units[u], activations=activations, saved_bits=bits))
+            saves = {"activations": activations, "saved_bits": bits, "boundary_bits": bits}
+            saving[u] = self._once(u, replace(plan.units[u], **saves))
 
         def with_last(count: int) -> Candidate:
             units = list(plan.units)
@@ -319,29 +320,15 @@ class _Placer:
         return replace(plan, units=with_last(low).units) if low else plan
 
 
-def _with_coded_inputs(problem: PlacementProblem, plan: PlacementPlan, step_s: float) -> tuple[PlacementPlan, float]:
-    """Units whose activations wait in codes take their inputs in codes too, where that makes the step faster: the room
-    lets more units save, or less crosses the link."""
-    if all(unit.saved_bits == 16 for unit in plan.units):
-        return plan, step_s
-    coded, more, placer = None, plan, _Placer(problem)
-    while coded != more:
-        coded = replace(more, units=tuple(_with_coded_input(unit) for unit in more.units))
-        more = placer.saving(coded, Activations.MATMULS)
-    if not fits(problem, coded):
-        return plan, step_s
-    coded_s = simulate(problem, coded).step_s
-    return (coded, coded_s) if coded_s < step_s else (plan, step_s)
+def explained(
+    problem: PlacementProblem, plan: PlacementPlan, step_s: float, *, never_above_s: float = float("inf")
+) -> PlacementPlan:
+    """`plan` with its predictions, a reason per unit, and the bits of saved activations that cost the least error.
 
-
-def _with_coded_input(unit: UnitPlan) -> UnitPlan:
-    return replace(unit, boundary_bits=unit.saved_bits) if unit.saved_bits < 16 else unit
-
-
-def explained(problem: PlacementProblem, plan: PlacementPlan, step_s: float) -> PlacementPlan:
-    """`plan` with its predictions, a reason per unit, and more bits for saved activations where there is room."""
-    plan, step_s = _with_coded_inputs(problem, plan, step_s)
-    plan = spend_slack(problem, plan, fits)
+    Args:
+        never_above_s: what those bits must not make a step slower than.
+    """
+    plan, step_s = choose_bits(problem, plan, step_s, never_above_s=never_above_s)
     return replace(
         plan,
         units=tuple(explained_unit(problem, cost, unit) for cost, unit in zip(problem.units, plan.units)),

@@ -120,9 +120,8 @@ class Family:
             home = "stream"
         if not cost.can(activations):
             activations, saved = RECOMPUTED
-        # Inputs wait in codes only where that was chosen for this very way to save.
-        bits = {"saved_bits": cost.planned_bits(activations), "boundary_bits": 16}
-        choices = {"activations": activations, "saved": saved, **bits}
+        bits = cost.planned_bits(activations)
+        choices = {"activations": activations, "saved": saved, "saved_bits": bits, "boundary_bits": bits}
         boundary = Tier.CPU if leaves else Tier.GPU
         unit = replace(self._plan.units[u], **HOMES[home], **choices, boundary=boundary)
         self._units[u, home_index, saving_index, leaves] = unit

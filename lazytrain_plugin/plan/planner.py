@@ -48,4 +48,4 @@ def plan_without_solver(model: ModelProfile, hardware: HardwareProfile, request:
     found = search_patterns(problem, greedy, tries_frac=TRIES_FRAC) if problem.units else None
     step_s = greedy.predicted_step_s
     plan, step_s = simplest(problem, [greedy, found] if found else [greedy], never_above_s=step_s)
-    return explained(problem, plan, step_s)
+    return explained(problem, plan, step_s, never_above_s=greedy.predicted_step_s)

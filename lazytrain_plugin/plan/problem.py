@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.cluster import on_cluster
-from lazytrain_plugin.plan.formats import GradientErrors, coding_flop
+from lazytrain_plugin.plan.formats import CodingRates, GradientErrors
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.unit_cost import STEM_STAGING_BYTES, StrategyCost, UnitCost
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -163,6 +163,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
             bits=request.activation_bits,
             element_bytes=model.activation_bytes,
             tokens=request.max_tokens,
+            coding=CodingRates(*hardware.coding_bytes_per_s),
         )
         bits = request.embedding_state_bits if unit.role == UnitRole.EMBEDDING else request.state_bits
         cost = _unit_cost(unit, hardware, request.max_tokens, bits, request.accumulation_steps, saving)
@@ -306,6 +307,7 @@ def _unit_cost(
         state_slot_bytes=min(STEM_STAGING_BYTES, staged_bytes),
         state_chunks=max(1, -(-staged_bytes // STEM_STAGING_BYTES)),
         boundary_bytes=unit.boundary_bytes_per_token * tokens,
+        fused_input=unit.fused_input,
         kept_bytes=unit.kept_bytes_per_token * tokens,
         workspace_bytes=unit.workspace_bytes_per_token * tokens,
         forward_s=forward_s,
@@ -319,7 +321,7 @@ def _unit_cost(
         if accumulates
         else 0.0,
         strategies={
-            strategy.activations: saving(strategy, forward_flop=forward_s * hardware.layer_flop_per_s)
+            strategy.activations: saving(strategy)
             for strategy in unit.strategies
             if strategy.activations != Activations.KEEP
         },
@@ -327,17 +329,14 @@ def _unit_cost(
 
 
 def _strategy_cost(
-    strategy: StrategyProfile, *, forward_flop: float, tokens: int, element_bytes: int, bits: int
+    strategy: StrategyProfile, *, tokens: int, element_bytes: int, bits: int, coding: CodingRates
 ) -> StrategyCost:
-    saved_bytes = strategy.saved_bytes_per_token * tokens
-    attention_bytes = strategy.attention_bytes_per_token * tokens
-    bits = bits if strategy.activations == Activations.MATMULS else 16
-    coding = coding_flop(saved_bytes - attention_bytes, element_bytes, bits)
     return StrategyCost(
-        saved_bytes=saved_bytes,
+        saved_bytes=strategy.saved_bytes_per_token * tokens,
         recompute_frac=strategy.recompute_frac,
-        attention_bytes=attention_bytes,
+        attention_bytes=strategy.attention_bytes_per_token * tokens,
+        fused_bytes=strategy.fused_bytes_per_token * tokens,
         element_bytes=element_bytes,
-        bits=bits,
-        coding_frac=coding / forward_flop if forward_flop else 0.0,
+        bits=bits if strategy.activations == Activations.MATMULS else 16,
+        coding=coding,
     )

@@ -71,6 +71,7 @@ def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.V
     timing_backward.add_repeated_forward(model, problem, v)
     timing_backward.add_step_time(model, problem, v)
     program_inputs.add_one_place(model, problem, v)
+    program_inputs.add_coded_inputs(model, problem, v)
     program_inputs.add_edge_length(model, problem, v)
     program_inputs.add_found_again(model, problem, v)
     program_inputs.add_parked(model, problem, v)
@@ -159,6 +160,7 @@ def _read_plan(problem: PlacementProblem, v: variables.Variables, values: list[f
                 activations=activations,
                 saved=saved,
                 saved_bits=cost.planned_bits(activations),
+                boundary_bits=cost.planned_bits(activations),
                 boundary=program_inputs.place_of_input(v, u, chosen),
             )
         )

@@ -11,7 +11,7 @@ import highspy
 
 from lazytrain_plugin.plan.choices import drops_boundaries, parks_boundaries
 from lazytrain_plugin.plan.names import name
-from lazytrain_plugin.plan.problem import PlacementProblem, mib, ms
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, mib, ms
 from lazytrain_plugin.plan.variables import Expression, Variables
 from lazytrain_plugin.vocab import Activations, Tier
 
@@ -29,6 +29,8 @@ def define_inputs(model: highspy.Highs, problem: PlacementProblem, v: Variables)
     # The first unit's input is no unit's output.
     v.dropped = [binary("drop", u) if drops and u else 0 for u in units]
     v.boundary_on_nvme = [binary("boundary_nvme", u) if parks else 0 for u in units]
+    codes = [not isinstance(coded_input(cost, v, u), int) for u, cost in enumerate(problem.units)]
+    v.coded_on_gpu = [positive(name("coded_on_gpu", u)) if codes[u] else 0 for u in units]
     v.found_mib = [positive(name("found", u)) if drops and u else 0 for u in units]
     if parks:
         v.parked_slot_mib = positive("parked_slot_mib")
@@ -52,6 +54,31 @@ def add_one_place(model: highspy.Highs, problem: PlacementProblem, v: Variables)
                 keeps = sum(column for (a, _), column in v.saved[at].items() if a == Activations.KEEP)
                 if not isinstance(keeps, int):
                     model.addConstr(v.dropped[u] + keeps <= 1, name=name(row, u))
+
+
+def coded_input(cost: UnitCost, v: Variables, u: int) -> Expression:
+    """1 where unit u saves in such a way that its input waits in codes too."""
+    return sum(
+        column
+        for (activations, _), column in v.saved[u].items()
+        if cost.spared_input_bytes(activations) and not isinstance(column, int)
+    )
+
+
+def add_coded_inputs(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Inputs of units that save in codes wait in codes, on the GPU or off it (Eq. 27).
+
+    coded_on_gpu(u) <= coded(u), on_gpu(u);  coded_on_gpu(u) >= coded(u) - 1 + on_gpu(u). With whole numbers it is their
+    product. Rows: `coded_on_gpu(u,code)`, `coded_on_gpu(u,place)`, `coded_on_gpu(u,both)`.
+    """
+    for u, cost in enumerate(problem.units):
+        column = v.coded_on_gpu[u]
+        if isinstance(column, int):
+            continue
+        coded, away = coded_input(cost, v, u), v.boundary_on_cpu[u] + v.boundary_on_nvme[u] + v.dropped[u]
+        model.addConstr(column <= coded, name=name("coded_on_gpu", u, "code"))
+        model.addConstr(column <= 1 - away, name=name("coded_on_gpu", u, "place"))
+        model.addConstr(column >= coded - away, name=name("coded_on_gpu", u, "both"))
 
 
 def add_edge_length(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lazytrain_plugin.plan.accounting import unit_bytes
-from lazytrain_plugin.plan.formats import gradient_error
+from lazytrain_plugin.plan.accounting import again_s, unit_bytes
+from lazytrain_plugin.plan.formats import tensor_error
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import UnitPlan
 from lazytrain_plugin.units import format_bytes
@@ -45,7 +45,7 @@ def _with_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> U
 def _activation_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> str:
     text = ""
     recompute_ms = 1e3 * cost.recompute_s(Activations.RECOMPUTE)
-    saved_ms = recompute_ms - 1e3 * cost.recompute_s(unit.activations)
+    saved_ms = recompute_ms - 1e3 * again_s(cost, unit)
     if cost.kept_bytes and unit.activations == Activations.RECOMPUTE:
         text = f"; recomputes ({recompute_ms:.0f} ms) instead of keeping {format_bytes(cost.kept_bytes)}"
     elif cost.kept_bytes:
@@ -55,10 +55,11 @@ def _activation_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan
         text = f"; {verb} {saved_bytes}{where} to save {saved_ms:.0f} ms of recompute"
         if unit.saved_bits < 16:
             exact_bytes = format_bytes(cost.saved_bytes(unit.activations, 16))
-            error_percent = 100 * gradient_error(unit.saved_bits, problem.gradient_errors)
+            error_percent = 100 * tensor_error("saved", unit.saved_bits, problem.gradient_errors)
             text += f" ({unit.saved_bits} bits instead of {exact_bytes}; gradients off by up to {error_percent:.1f} %)"
         if unit.boundary_bits < 16:
-            text += f"; its input in {unit.boundary_bits} bits"
+            error_percent = 100 * tensor_error("boundary", unit.boundary_bits, problem.gradient_errors)
+            text += f"; its input in {unit.boundary_bits} bits ({error_percent:.1f} %)"
     input_bytes = format_bytes(cost.boundary_bytes_in(unit.boundary_bits))
     if unit.boundary is None:
         text += f"; its input ({input_bytes}) is not kept: the unit before runs once more"

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lazytrain_plugin.plan.accounting import (
+    again_s,
     exchange_s,
     is_streamed,
     nvme_staged_bytes,
@@ -202,7 +203,7 @@ class _Step:
                 end_s = self.clock.run(f"again {cost.name}", Resource.COMPUTE, cost.forward_s, ready_s)
                 self._used_slot(cost, unit, end_s)
                 continue
-            compute_s = cost.recompute_s(unit.activations) + cost.backward_s
+            compute_s = again_s(cost, unit) + cost.backward_s
             end_s = self.clock.run(f"backward {cost.name}", Resource.COMPUTE, compute_s, ready_s)
             end_s = self._deliver(cost, unit, end_s)
             self._used_slot(cost, unit, end_s)

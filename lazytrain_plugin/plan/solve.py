@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lazytrain_plugin.plan.bits import ERROR_WORTH_FRAC, is_lossy, may_code, plan_error, without_codes
 from lazytrain_plugin.plan.counting import CountBounds
 from lazytrain_plugin.plan.deadline import Deadline
 from lazytrain_plugin.plan.greedy import explained, leanest_plan, plan_greedily
@@ -45,6 +46,8 @@ ROUNDS_FRAC = 0.75
 """Of the time that is left when they begin; the rest is for searches with fewer families."""
 FEWER_TRIES_FRAC = 0.3
 """Of the tries of a search, where a family is left out."""
+FEWER_ERRORS_TRIES = 3
+"""Of the fastest plans found, how many get their bits chosen, for the one whose error is the least."""
 WEIGHT_SLOT_CHOICES = (2, 3, 4, 6)
 GRADIENT_SLOT_CHOICES = (2, 3, 4)
 RING_GAIN_FRAC = 0.005
@@ -93,15 +96,34 @@ def solve_problem(
         if dropping is None:
             raise infeasible(problem, rebuild)
         return dropping
-    plans = [plan for _, plan in found.timed]
-    best, step_s = _with_best_rings(problem, *simplest(problem, plans, never_above_s=found.others_s))
+    best, step_s = _with_least_error(problem, found)
     solver = {
         "name": "highs",
         "status": outcome.status,
         "gap_frac": _gap_frac(outcome, step_s),
         "time_limit_s": time_limit_s,
     }
-    return replace(explained(problem, best, step_s), solver=solver)
+    return replace(best, solver=solver)
+
+
+def _with_least_error(problem: PlacementProblem, found: _Found) -> tuple[PlacementPlan, float]:
+    """The simplest of the fastest plans, explained, and its step time. Where activations may wait in codes, it is that
+    of the plans which are fast enough whose error is the least once their bits are chosen."""
+    plans = [plan for _, plan in found.timed]
+
+    def finished(plans: list[PlacementPlan]) -> PlacementPlan:
+        best, step_s = _with_best_rings(problem, *simplest(problem, plans, never_above_s=found.others_s))
+        return explained(problem, best, step_s, never_above_s=found.others_s)
+
+    best = finished(plans)
+    if not any(map(is_lossy, best.units)):
+        return best, best.predicted_step_s
+    limit_s = max(best.predicted_step_s, min((1 + ERROR_WORTH_FRAC) * found.best_s, found.others_s))
+    fast = sorted((item for item in found.timed if item[0] <= limit_s), key=lambda item: item[0])
+    candidates = [best, *(finished([plan]) for _, plan in fast[:FEWER_ERRORS_TRIES])]
+    in_time = [plan for plan in candidates if plan.predicted_step_s <= limit_s]
+    best = min(in_time, key=lambda plan: (round(plan_error(plan, problem.gradient_errors), 4), plan.predicted_step_s))
+    return best, best.predicted_step_s
 
 
 def _drop_inputs(problem: PlacementProblem, gap_frac: float) -> PlacementPlan | None:
@@ -196,8 +218,10 @@ def _search(problem: PlacementProblem, deadline: Deadline, gap_frac: float) -> t
 def _search_without_families(problem: PlacementProblem, found: _Found, deadline: Deadline) -> None:
     """Looks without each family that the best placement uses: more freedom must not lead to a slower plan."""
     before_s = found.best_s
-    for capabilities in fewer_capabilities(problem.capabilities):
-        fewer = replace(problem, capabilities=capabilities)
+    fewer_freedoms = [replace(problem, capabilities=fewer) for fewer in fewer_capabilities(problem.capabilities)]
+    if may_code(problem):
+        fewer_freedoms.append(without_codes(problem))
+    for fewer in fewer_freedoms:
         if found.best is not None and not allows(fewer, found.best):
             plan = search_patterns(fewer, found.best, tries_frac=FEWER_TRIES_FRAC, deadline=deadline)
             found.add(plan, of_others=True)
@@ -226,6 +250,7 @@ def allows(problem: PlacementProblem, plan: PlacementPlan) -> bool:
         and (has.offloaded_saved or all(unit.saved == Tier.GPU for unit in units))
         and (has.nvme or all(Tier.NVME not in (unit.weights, unit.states) for unit in units))
         and all(unit.activations in has.strategies for unit in units)
+        and (may_code(problem) or not any(map(is_lossy, units)))
     )
 
 

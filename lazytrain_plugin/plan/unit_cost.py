@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lazytrain_plugin.plan.formats import coded_bytes
+from lazytrain_plugin.plan.formats import CodingRates, coded_bytes
 from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Activations
@@ -26,13 +26,21 @@ class StrategyCost:
     """Of `saved_bytes`: never in fewer bits."""
     element_bytes: int = 2
     bits: int = 16
-    """What the planner plans with: the fewest that the fidelity allows."""
-    coding_frac: float = 0.0
-    """What encoding and decoding take, as a share of the forward."""
+    """What the planner plans with, for the unit's input too: the fewest that the fidelity allows."""
+    fused_bytes: int = 0
+    """Of `saved_bytes`: a fused operator makes and reads their codes."""
+    coding: CodingRates = CodingRates()
 
     def bytes_in(self, bits: int) -> int:
         """What is saved when all but attention is in so many bits."""
         return self.attention_bytes + coded_bytes(self.saved_bytes - self.attention_bytes, self.element_bytes, bits)
+
+    def coding_s(self, bits: int) -> float:
+        """What making and reading the codes of what is saved takes."""
+        alone_bytes = self.saved_bytes - self.attention_bytes - self.fused_bytes
+        return self.coding.pass_s(alone_bytes, self.element_bytes, bits) + self.coding.fused_s(
+            self.fused_bytes, self.element_bytes, bits
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,8 @@ class UnitCost:
     gradient_code_bytes: int = 0
     """The gradients in 8-bit codes, as they rest and leave the GPU; 0: they do so as they are."""
     boundary_bytes: int = 0
+    fused_input: bool = False
+    """A fused norm makes the codes of the input where that stays on the device."""
     kept_bytes: int = 0
     workspace_bytes: int = 0
     """Recompute and its backward at their fullest, beyond the input."""
@@ -123,7 +133,7 @@ class UnitCost:
         return self.gpu_update_s / self.ranks
 
     def planned_bits(self, activations: Activations) -> int:
-        """In how many bits the planner takes what a strategy saves."""
+        """In how many bits the planner takes what a strategy saves, and the input of a unit that saves so."""
         return self.strategies[activations].bits if activations in self.strategies else 16
 
     def saved_bytes(self, activations: Activations, bits: int | None = None) -> int:
@@ -134,19 +144,46 @@ class UnitCost:
             return self.kept_bytes
         return self.strategies[activations].bytes_in(self.planned_bits(activations) if bits is None else bits)
 
+    def spared_input_bytes(self, activations: Activations) -> int:
+        """By how much the input is smaller in the bits that the planner plans with for a strategy."""
+        return self.boundary_bytes - self.boundary_bytes_in(self.planned_bits(activations))
+
+    @property
+    def most_spared_input_bytes(self) -> int:
+        """The same for the strategy whose codes the fidelity allows; 0 without one."""
+        return max(map(self.spared_input_bytes, self.strategies), default=0)
+
     def boundary_bytes_in(self, bits: int) -> int:
         """The unit's input in so many bits."""
         strategy = self.strategies.get(Activations.MATMULS)
         return coded_bytes(self.boundary_bytes, strategy.element_bytes if strategy else 2, bits)
 
     def recompute_s(self, activations: Activations) -> float:
-        """What a strategy computes again in backward, encoding and decoding included."""
+        """What a strategy computes again in backward, and coding in the bits that the planner plans with."""
+        bits = self.planned_bits(activations)
+        return self.again_s(activations, bits, bits)
+
+    def again_s(
+        self, activations: Activations, saved_bits: int, boundary_bits: int, *, input_leaves: bool = False
+    ) -> float:
+        """The same with what is saved and the input in so many bits.
+
+        Args:
+            input_leaves: the input leaves the device, for which a pass of its own makes its codes first.
+        """
         if activations == Activations.RECOMPUTE and activations not in self.strategies:
             return self.forward_s
         if activations == Activations.KEEP:
             return 0.0
         strategy = self.strategies[activations]
-        return (strategy.recompute_frac + strategy.coding_frac) * self.forward_s
+        coding_s = 0.0
+        if saved_bits < 16:
+            coding_s += strategy.coding_s(saved_bits)
+        if boundary_bits < 16:
+            rates = strategy.coding
+            make = rates.fused_input_s if self.fused_input and not input_leaves else rates.pass_s
+            coding_s += make(self.boundary_bytes, strategy.element_bytes, boundary_bits)
+        return strategy.recompute_frac * self.forward_s + coding_s
 
     def can(self, activations: Activations) -> bool:
         """Whether the unit's profile knows the strategy, and it saves anything."""

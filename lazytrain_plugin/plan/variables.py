@@ -25,6 +25,8 @@ class Variables:
     saved: list[dict[tuple[Activations, Tier], Column]] = field(default_factory=list)
     boundary_on_cpu: list[Column] = field(default_factory=list)
     boundary_on_nvme: list[Column] = field(default_factory=list)
+    coded_on_gpu: list[Column] = field(default_factory=list)
+    """The input waits on the GPU in codes; 0 where codes are not allowed."""
     dropped: list[Column] = field(default_factory=list)
     found_mib: list[Column] = field(default_factory=list)
     """Inputs found again for a unit's backward."""

@@ -68,6 +68,7 @@ def extract_model_profile(
                 name=unit_name,
                 tensors=_tensor_profiles(owned, names, dtypes),
                 boundary_bytes_per_token=probe.boundary_bytes,
+                fused_input=probe.fused_input,
                 kept_bytes_per_token=probe.kept_bytes,
                 workspace_bytes_per_token=probe.workspace_bytes,
                 flop_per_token=_matrix_flop(module, config) + probe.attention_flop(sequence_length),
@@ -120,7 +121,11 @@ def _probe_units(
         with contextlib.ExitStack() as stack:
             stack.enter_context(_without_gradient_checkpointing(model))
             stack.enter_context(recorder.watch(units))
-            stack.enter_context(shapes.shape_kernels(model, fused=fused_kernels, on_attention=recorder.attention))
+            stack.enter_context(
+                shapes.shape_kernels(
+                    model, fused=fused_kernels, on_attention=recorder.attention, on_fused=recorder.fused
+                )
+            )
             stack.enter_context(recorder.operators())
             stack.enter_context(saved_tensors_hooks(recorder.pack, lambda tensor: tensor))
             stack.enter_context(torch.enable_grad())

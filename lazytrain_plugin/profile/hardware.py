@@ -10,6 +10,12 @@ from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.profile._json import digest_of
 from lazytrain_plugin.units import GIB
 
+CODING_MEMORY_FRACS = (0.5, 0.75)
+"""Of a GPU's memory rate, what making codes and values reaches where it is not measured: codes are bound by
+instructions."""
+CPU_CODING_MEMORY_FRACS = (0.005, 0.03)
+"""The same of a CPU and host memory: there codes are plain tensor operations, and most layers compute again sooner."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
@@ -55,6 +61,11 @@ class HardwareProfile:
     gpu_update_32bit_parameters_per_s: float
     """AdamW on resident states; 0 without a GPU."""
     gpu_update_8bit_parameters_per_s: float
+    quantize_bytes_per_s: float = 0.0
+    """Block-wise 4-bit codes made of 16-bit values where layers compute: bytes read and written together; 0: derived
+    from the rate of that device's memory."""
+    dequantize_bytes_per_s: float = 0.0
+    """The same of values made of codes."""
     nvme_bytes: int = 0
     """Space that may be used on disk; 0: no NVMe tier."""
     nvme_read_bytes_per_s: float = 0.0
@@ -113,6 +124,14 @@ class HardwareProfile:
     def gpu_update_parameters_per_s(self, state_bits: int) -> float:
         """Parameters that the GPU updates in a second, with 32- or 8-bit moments in its memory."""
         return getattr(self, f"gpu_update_{state_bits}bit_parameters_per_s")
+
+    @property
+    def coding_bytes_per_s(self) -> tuple[float, float]:
+        """(quantize, dequantize), derived where they are not given."""
+        memory_bytes_per_s = self.gpu_memory_bytes_per_s if self.has_gpu else self.host_memory_bytes_per_s
+        fracs = CODING_MEMORY_FRACS if self.has_gpu else CPU_CODING_MEMORY_FRACS
+        given = self.quantize_bytes_per_s, self.dequantize_bytes_per_s
+        return tuple(rate or frac * memory_bytes_per_s for rate, frac in zip(given, fracs, strict=True))
 
     @property
     def digest(self) -> str:

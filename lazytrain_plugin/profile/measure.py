@@ -21,7 +21,7 @@ from lazytrain_plugin.profile.hardware import HardwareProfile
 
 logger = logging.getLogger(__name__)
 
-MEASURE_VERSION = 3
+MEASURE_VERSION = 4
 """Part of the cache key: raise it when a benchmark changes."""
 COPY_BYTES = 256 * 2**20
 LAYER_FLOP_FRAC = 0.74
@@ -41,6 +41,7 @@ def measure_hardware(
     device: torch.device | str,
     *,
     update_parameters_per_s: Callable[[int, torch.device], float] | None = None,
+    coding_bytes_per_s: Callable[[torch.device], tuple[float, float]] | None = None,
     cache_dir: Path | None = None,
     local_world_size: int = 1,
 ) -> HardwareProfile:
@@ -50,12 +51,15 @@ def measure_hardware(
         device: the device that computes: a CUDA device, or the CPU.
         update_parameters_per_s: state bits (32, 8) and device (the CPU, or `device`) -> parameters that the kernel in
             use updates there in a second; None: derived from measured memory bandwidth and the number of threads.
+        coding_bytes_per_s: `device` -> bytes read and written in a second by what makes 4-bit codes of 16-bit values
+            there, and by what makes values of them; None, or without a GPU: left to the profile, which derives them.
         cache_dir: where rates are kept between runs; None: `default_cache_dir()`. Capacities are never cached.
         local_world_size: processes that share this host's memory, cores and links.
     """
     device = torch.device(device)
     sizes = measure_capacities(device, local_world_size=local_world_size)
-    return HardwareProfile(**sizes, **_cached_rates(device, sizes["cpu_threads"], update_parameters_per_s, cache_dir))
+    kernels = update_parameters_per_s, coding_bytes_per_s
+    return HardwareProfile(**sizes, **_cached_rates(device, sizes["cpu_threads"], *kernels, cache_dir))
 
 
 def measure_capacities(device: torch.device, *, local_world_size: int = 1) -> dict[str, Any]:
@@ -77,14 +81,17 @@ def measure_capacities(device: torch.device, *, local_world_size: int = 1) -> di
     }
 
 
-def _cached_rates(device, threads: int, update_rate, cache_dir: Path | None) -> dict[str, float | str]:
+def _cached_rates(device, threads: int, update_rate, coding_rate, cache_dir: Path | None) -> dict[str, float | str]:
     folder = cache_dir if cache_dir is not None else default_cache_dir()
-    key = digest_of([MEASURE_VERSION, _machine_name(device), threads, torch.__version__, update_rate is not None])
+    measured = [update_rate is not None, coding_rate is not None]
+    key = digest_of([MEASURE_VERSION, _machine_name(device), threads, torch.__version__, measured])
     path = folder / f"rates-{key}.json"
     kept = _read_rates(path, device)
     if kept is not None:
         return kept
     rates = _measure_rates(device, threads, update_rate)
+    if coding_rate is not None and device.type == "cuda":  # a CPU takes seconds for it, and codes decide nothing there
+        rates["quantize_bytes_per_s"], rates["dequantize_bytes_per_s"] = coding_rate(device)
     try:
         write_atomically(path, json.dumps(rates, indent=1))
     except OSError as error:

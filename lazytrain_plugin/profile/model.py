@@ -89,6 +89,8 @@ class StrategyProfile:
     """Share of the unit's forward time that runs again in backward, in [0, 1]."""
     attention_bytes_per_token: int = 0
     """Of `saved_bytes_per_token`: in the core of attention, which is never saved in fewer bits."""
+    fused_bytes_per_token: int = 0
+    """Of `saved_bytes_per_token`: read by a fused operator alone, which makes and reads their codes on its way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class UnitProfile:
     role: UnitRole = UnitRole.LAYER
     boundary_bytes_per_token: int = 0
     """The unit's input, which is kept in any case."""
+    fused_input: bool = False
+    """A fused norm reads the unit's input, and makes its codes on its way."""
     kept_bytes_per_token: int = 0
     """What KEEP adds: saved tensors other than weights and the input, each storage once."""
     workspace_bytes_per_token: int = 0

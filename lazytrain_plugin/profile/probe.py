@@ -44,6 +44,10 @@ class _Product:
     """None for attention's stand-in."""
     sequence: int
     """Autograd's number of its node."""
+    storage: int
+    """Of its (first) output."""
+    fused: bool = False
+    """Whether a fused operator alone reads its output."""
     needed: bool = False
     """Whether autograd saves anything after it; without that it is not run again under any strategy."""
     in_attention: bool = False
@@ -55,6 +59,7 @@ class Probe:
     """Per-token bytes seen in one unit on meta tensors."""
 
     boundary_bytes: int = 0
+    fused_input: bool = False
     kept_bytes: int = 0
     workspace_bytes: int = 0
     attention_widths: list[int] = field(default_factory=list)
@@ -85,6 +90,7 @@ class Probe:
             again = sum(w for w, p, is_saved in zip(work, self.products, saved) if p.needed and not is_saved)
             saved_bytes = sum(p.output_bytes for p, is_saved in zip(self.products, saved) if is_saved)
             attention = sum(p.output_bytes for p, s in zip(self.products, saved) if s and p.in_attention)
+            fused = sum(p.output_bytes for p, s in zip(self.products, saved) if s and p.fused and not p.in_attention)
             if activations != Activations.RECOMPUTE and not saved_bytes:
                 continue
             found.append(
@@ -93,6 +99,7 @@ class Probe:
                     saved_bytes_per_token=-(-int(saved_bytes * 1024) // 1024),
                     recompute_frac=round((again + elementwise) / total, 4),
                     attention_bytes_per_token=-(-int(attention * 1024) // 1024),
+                    fused_bytes_per_token=int(fused) if activations == Activations.MATMULS else 0,
                 )
             )
         return tuple(found)
@@ -177,11 +184,22 @@ class ProbeRecorder:
             probe = self.probes[self._current]
             probe.attention_widths.append(query_width)
             probe.products.append(
-                _Product(OperatorKind.ATTENTION, 0.0, output_bytes, None, torch.autograd._get_sequence_nr() - 1)
+                _Product(OperatorKind.ATTENTION, 0.0, output_bytes, None, torch.autograd._get_sequence_nr() - 1, 0)
             )
             # The stand-in's own saving came before this was known.
             for product in probe.products:
                 product.needed = True
+
+    def fused(self, kind: str, read: tuple[torch.Tensor, ...]) -> None:
+        """A fused operator that makes codes of what it reads on its way."""
+        if self._current is None:
+            return
+        probe, storages = self.probes[self._current], {tensor.untyped_storage()._cdata for tensor in read}
+        if kind == "norm":
+            probe.fused_input = probe.fused_input or bool(storages & self._inputs)
+            return
+        for product in probe.products:
+            product.fused = product.fused or product.storage in storages
 
     def operator(self, func, args: tuple, kwargs: dict, result: object) -> None:
         """One dispatched operator ran."""
@@ -203,7 +221,8 @@ class ProbeRecorder:
                 probe.moved_bytes += moved if inputs and not _makes_empty(func) else 2 * moved
             return
         flop, nbytes = _product_flop(func, args, kwargs, result), sum(tensor.nbytes for tensor in outputs)
-        probe.products.append(_Product(kind, flop, nbytes, func, torch.autograd._get_sequence_nr() - 1))
+        storage = outputs[0].untyped_storage()._cdata if outputs else 0
+        probe.products.append(_Product(kind, flop, nbytes, func, torch.autograd._get_sequence_nr() - 1, storage))
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

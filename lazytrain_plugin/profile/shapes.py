@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+CODE_BLOCK = 128
+"""A fused norm makes codes of rows of whole blocks (kernels/blockwise.py)."""
 OnAttention = Callable[[int, int], None]
+OnFused = Callable[[str, tuple[torch.Tensor, ...]], None]
 
 
 class _Attention(torch.autograd.Function):
@@ -79,18 +82,21 @@ class _AttentionMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def shape_kernels(model: nn.Module, *, fused: bool, on_attention: OnAttention) -> Iterator[None]:
+def shape_kernels(
+    model: nn.Module, *, fused: bool, on_attention: OnAttention, on_fused: OnFused = lambda kind, read: None
+) -> Iterator[None]:
     """Within it, attention (and with `fused` RMSNorm and gated MLPs) run as their fused kernels would, shapes only.
 
     Args:
         on_attention: told of every attention call the query width (heads x head size), and the bytes of its output with
             the log-sum-exp.
+        on_fused: told of every fused call ("norm" or "swiglu") what it reads, if it can make codes of that on its way.
     """
     replaced: list[nn.Module] = []
     try:
         if fused:
             for module in model.modules():
-                forward = _fused_forward(module)
+                forward = _fused_forward(module, on_fused)
                 if forward is not None and "forward" not in vars(module):
                     module.forward = forward
                     replaced.append(module)
@@ -101,11 +107,29 @@ def shape_kernels(model: nn.Module, *, fused: bool, on_attention: OnAttention) -
             del module.forward
 
 
-def _fused_forward(module: nn.Module) -> Callable | None:
+def _fused_forward(module: nn.Module, on_fused: OnFused) -> Callable | None:
     if type(module).__name__.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), nn.Parameter):
-        return lambda hidden, *args, **kwargs: _Norm.apply(hidden, module.weight)
+
+        def norm(hidden, *args, **kwargs):
+            if hidden.shape[-1] % CODE_BLOCK == 0:
+                on_fused("norm", (hidden,))
+            return _Norm.apply(hidden, module.weight)
+
+        return norm
     if all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "up_proj", "down_proj")):
-        return lambda hidden, *args, **kwargs: module.down_proj(
-            _GatedProduct.apply(module.gate_proj(hidden), module.up_proj(hidden))
+        makes_codes = _is_silu(getattr(module, "act_fn", None)) and all(
+            type(projection) is nn.Linear for projection in (module.gate_proj, module.up_proj)
         )
+
+        def gated(hidden, *args, **kwargs):
+            gate, up = module.gate_proj(hidden), module.up_proj(hidden)
+            if makes_codes:
+                on_fused("swiglu", (gate, up))
+            return module.down_proj(_GatedProduct.apply(gate, up))
+
+        return gated
     return None
+
+
+def _is_silu(activation: object) -> bool:
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"

@@ -50,6 +50,7 @@ def profile(shape: str, *, sequence_length: int = 1024) -> ModelProfile:
             name=f"layers.{index}",
             tensors=tuple(tensors),
             boundary_bytes_per_token=2 * hidden,
+            fused_input=True,
             kept_bytes_per_token=kept,
             workspace_bytes_per_token=kept + 2 * mlp * top + 4 * hidden,
             flop_per_token=flop,
@@ -63,6 +64,8 @@ def profile(shape: str, *, sequence_length: int = 1024) -> ModelProfile:
                     activations=Activations.MATMULS,
                     saved_bytes_per_token=projections + 2 * 2 * mlp * top + 2 * hidden,
                     recompute_frac=0.06,
+                    attention_bytes_per_token=projections - 2 * hidden,
+                    fused_bytes_per_token=2 * 2 * mlp if experts == 1 else 0,
                 ),
             ),
         )

@@ -240,3 +240,17 @@ def test_a_model_that_cannot_run_has_no_strategies():
     inner = model.model.layers[0].mlp.forward
     model.model.layers[0].mlp.forward = lambda hidden: inner(hidden * float(hidden.sum()))
     assert profile_of(model).units[0].strategies == ()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_what_fused_operators_make_codes_of_on_their_way_is_known(fused, activation):
+    """Gate and up of a SwiGLU and the input of the first norm, where the kernels run; the runtime's rule."""
+    sizes = {**SMALL, "hidden_size": 128, "intermediate_size": 224, "hidden_act": activation}
+    unit = profile_of(build(LlamaConfig(**sizes), torch.bfloat16), fused_kernels=fused).units[0]
+    by_strategy = {strategy.activations: strategy for strategy in unit.strategies}
+    gate_and_up = 2 * 2 * 224 if fused and activation == "silu" else 0
+    assert by_strategy[Activations.MATMULS].fused_bytes_per_token == gate_and_up
+    assert by_strategy[Activations.ATTENTION].fused_bytes_per_token == 0
+    assert unit.fused_input == fused
+    assert ModelProfile.from_json(profile_of(build(LlamaConfig(**SMALL))).to_json()).units[0].fused_input is False

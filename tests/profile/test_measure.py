@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+import torch
 
 from lazytrain_plugin.profile import measure
 from lazytrain_plugin.profile.capacity import HostCapacity
@@ -78,3 +79,18 @@ RATES = {
     "gpu_update_32bit_parameters_per_s": 0.0,
     "gpu_update_8bit_parameters_per_s": 0.0,
 }
+
+
+def test_coding_rates_are_the_devices_kernels():
+    from lazytrain_plugin.integration.training_request import measure_coding_rates
+
+    rates = measure_coding_rates(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    assert all(1e4 < rate < 1e14 for rate in rates)
+    if torch.cuda.is_available():
+        profile = measure_hardware("cuda", coding_bytes_per_s=measure_coding_rates)
+        assert 0.05 < profile.coding_bytes_per_s[0] / profile.gpu_memory_bytes_per_s < 1.2
+
+
+def test_without_a_gpu_coding_is_not_measured(tmp_path):
+    profile = measure_hardware("cpu", cache_dir=tmp_path, coding_bytes_per_s=lambda device: (1.0, 1.0))
+    assert profile.quantize_bytes_per_s == 0 < profile.coding_bytes_per_s[0] < profile.host_memory_bytes_per_s
