@@ -170,7 +170,7 @@ class OptimizerConfig:
     )
     embedding_state_bits: int = option(
         "the same of the embedding (and of the head if they are tied) where state_bits is 8: 32, as bitsandbytes under "
-        "Trainer, or 8",
+        "Trainer, or 8; an error where states have 32 bits",
         32,
         Rule(kind="integer", choices=(32, 8)),
     )

@@ -52,12 +52,21 @@ def make_updater(optimizer: torch.optim.Optimizer | None, implementation: str) -
 
 
 def optimizer_state_bits(optimizer: torch.optim.Optimizer | None, config: LazyTrainConfig) -> int:
-    """32 or 8: what the config says, else 8 for an optimizer whose class is an 8-bit one."""
-    if config.optimizer.state_bits is not None:
-        return config.optimizer.state_bits
-    if optimizer is not None and "8bit" in type(optimizer).__name__:
-        return 8
-    return config.state_bits
+    """32 or 8: what the config says, else 8 for an optimizer whose class is an 8-bit one.
+
+    Raises:
+        ConfigError: the embedding is to have 8-bit states, and nothing else has.
+    """
+    bits = config.state_bits
+    if config.optimizer.state_bits is None and optimizer is not None and "8bit" in type(optimizer).__name__:
+        bits = 8
+    if optimizer is not None and bits == 32 and config.optimizer.embedding_state_bits == 8:
+        raise ConfigError(
+            f'"{config.optimizer.PATH}.embedding_state_bits" is 8, but optimizer states have 32 bits here (fidelity '
+            f'"{config.fidelity}"), those of the embedding too; set "state_bits" to 8 beside it or "fidelity" to '
+            '"balanced", or leave it out'
+        )
+    return bits
 
 
 def make_adam(name: str | None, params: dict[str, Any] | None, model_parameters: Any) -> torch.optim.Optimizer | None:

@@ -247,6 +247,12 @@ def check_config(path: Path, *, hook_works: bool = True) -> Iterator[Finding]:
         yield Finding("config", Status.ERROR, f"{path}: the block is right, but the hook is not active", "see hook")
         return
     yield Finding("config", Status.OK, f"{path}: {config.fidelity}, {config.state_bits}-bit optimizer states")
+    if config.state_bits == 32 and config.optimizer.embedding_state_bits == 8:
+        what = f'"{config.optimizer.PATH}.embedding_state_bits" is 8, which 32-bit states exclude'
+        remedy = (
+            'fine with an 8-bit optimizer class; else set "state_bits" to 8, "fidelity" to "balanced", or leave it out'
+        )
+        yield Finding("config", Status.NOTE, f"{path}: {what}", remedy)
     yield from _budgets(config)
 
 

@@ -165,6 +165,12 @@ class TestConfig:
         assert finding.status == Status.OK
         assert "balanced, 8-bit optimizer states" in finding.detail
 
+    def test_8_bit_states_of_the_embedding_alone_are_told(self, write):
+        block = {"fidelity": "exact", "optimizer": {"embedding_state_bits": 8}}
+        right, note = doctor.check_config(write({**DS_CONFIG, "lazytrain": block}))
+        assert right.status == Status.OK and note.status == Status.NOTE
+        assert "embedding_state_bits" in note.detail and "8-bit optimizer class" in note.remedy
+
     def test_a_yaml_is_followed_to_its_json(self, write):
         write(DS_CONFIG)
         path = write("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n", "launch.yaml")

@@ -7,6 +7,7 @@ from lazytrain_plugin.config.parse import parse_block
 from lazytrain_plugin.config.schema import LazyTrainConfig, PlanConfig
 from lazytrain_plugin.errors import ConfigError, InfeasiblePlanError
 from lazytrain_plugin.integration import training_request as module
+from lazytrain_plugin.integration.client_optimizer import optimizer_state_bits
 from lazytrain_plugin.integration.training_request import training_machine, training_request
 from lazytrain_plugin.plan.greedy import greedy_plan
 from lazytrain_plugin.units import GIB
@@ -22,6 +23,31 @@ def test_a_write_budget_reaches_the_planner():
     config = LazyTrainConfig(nvme_path="/mnt/disk", nvme_write_gib_per_day=2.5)
     assert requested(config).nvme_write_bytes_per_day == 2.5 * GIB
     assert requested(LazyTrainConfig()).nvme_write_bytes_per_day is None
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """As bitsandbytes' class is called."""
+
+
+@pytest.mark.parametrize(
+    ("block", "optimizer_class", "bits"),
+    [
+        ({}, torch.optim.AdamW, None),
+        ({"fidelity": "balanced", "optimizer": {"state_bits": 32}}, torch.optim.AdamW, None),
+        ({"optimizer": {"state_bits": 8}}, torch.optim.AdamW, 8),
+        ({"fidelity": "balanced"}, torch.optim.AdamW, 8),
+        ({}, AdamW8bit, 8),
+        ({}, None, 32),  # evaluation only
+    ],
+)
+def test_8_bit_states_of_the_embedding_alone_are_refused_with_the_remedy(block, optimizer_class, bits):
+    block = {**block, "optimizer": {**block.get("optimizer", {}), "embedding_state_bits": 8}}
+    optimizer = optimizer_class and optimizer_class([torch.nn.Parameter(torch.zeros(2))])
+    if bits is None:
+        with pytest.raises(ConfigError, match='embedding_state_bits" is 8, but .* 32 bits.*set "state_bits" to 8'):
+            optimizer_state_bits(optimizer, parse_block(block))
+    else:
+        assert optimizer_state_bits(optimizer, parse_block(block)) == bits
 
 
 def test_a_plan_leaves_room_for_the_logits_of_an_evaluation():
