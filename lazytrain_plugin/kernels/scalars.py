@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -53,8 +54,9 @@ class AdamWScalars:
     lerp_from_gradient: bool
 
 
+@functools.lru_cache(maxsize=64)
 def scalars_of(step: AdamWStep) -> AdamWScalars:
-    """Raises KernelError for a step below 1 or a beta outside [0, 1)."""
+    """Raises KernelError for a step below 1 or a beta outside [0, 1). Cached, as a group's tensors share a step."""
     if step.step < 1 or not (0 <= step.beta1 < 1 and 0 <= step.beta2 < 1):
         raise KernelError(
             f"AdamW needs step >= 1 and betas in [0, 1), but got step {step.step}, betas {step.beta1}, {step.beta2}. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,14 +28,26 @@ class HeldStates:
     state_bits: int
     first: int = 0
     """The trained element with which they begin: whole blocks of 256."""
+    _parts: dict[tuple, torch.Tensor | Moment8] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was asked for: slicing takes the host longer, three to five times for each tensor of an update."""
 
     def remainder(self, tensor: UnitTensor, span: slice) -> torch.Tensor | None:
         """None: an fp32 weight is its own master."""
-        return self.flats["remainder"][self._place(tensor, span)] if tensor.is_split else None
+        return self._part("remainder", tensor, span) if tensor.is_split else None
 
     def moment(self, tensor: UnitTensor, name: str, span: slice) -> torch.Tensor | Moment8:
+        return self._part(name, tensor, span)
+
+    def _part(self, key: str, tensor: UnitTensor, span: slice) -> torch.Tensor | Moment8:
+        asked = (key, tensor, span.start, span.stop)
+        part = self._parts.get(asked)
+        if part is None:
+            part = self._parts[asked] = self._slice(key, tensor, span)
+        return part
+
+    def _slice(self, name: str, tensor: UnitTensor, span: slice) -> torch.Tensor | Moment8:
         place = self._place(tensor, span)
-        if self.state_bits != 8:
+        if self.state_bits != 8 or name == "remainder":
             return self.flats[name][place]
         if tensor.exact_offset is not None:
             return self.flats[name][tensor.exact_offset + span.start : tensor.exact_offset + span.stop]

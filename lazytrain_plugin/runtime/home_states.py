@@ -35,6 +35,8 @@ class HomeStates:
         self.native = native
         self.states_on_gpu = plan.states == Tier.GPU
         self.nvme_states: NvmeStates | None = None
+        self.state_flats: tuple[tuple[str, torch.dtype, int], ...] = ()
+        """(key, dtype, numel) of each flat of states that rest in memory."""
         self.held: HeldStates | None = None
         """Remainder and moments while they are in memory."""
 

@@ -103,7 +103,7 @@ class UnitHome(HomeStates):
         if self.plan.states == Tier.NVME:
             self.nvme_states = nvme.states(self.layout, self.plan)
         else:
-            flats = state_flats(self.layout, self.plan, native=self.native)
+            flats = self.state_flats = tuple(state_flats(self.layout, self.plan, native=self.native))
             self.held = self._holding({key: self._state(key, dtype, numel) for key, dtype, numel in flats})
         if self.is_shared and self.nvme_gradients is None:
             # Made while all ranks are here; takes no memory before it is used.

@@ -64,6 +64,28 @@ class _Call:
     """(shape, stride, dtype, device) of outputs whose values nobody needs: see [Note: the tail]."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What a recorder must know of an operator."""
+
+    kind: OperatorKind
+    value_is_needed: bool
+    """It may bring values to the host, or be known to nobody: see [Note: the tail]."""
+    writes: bool
+    """Into arguments."""
+
+
+@functools.cache
+def _traits(operator: object) -> _Traits:
+    """Cached, as some seventy operators of a layer are asked about in every forward."""
+    kind = operator_kind(operator)
+    if not isinstance(operator, torch._ops.OpOverload):
+        return _Traits(kind, value_is_needed=True, writes=False)
+    unknown = operator.namespace not in _KNOWN_NAMESPACES
+    needed = unknown or not _VALUE_TAGS.isdisjoint(operator.tags)
+    return _Traits(kind, value_is_needed=needed, writes=operator._schema.is_mutable)
+
+
 class Recording:
     """What one forward saved. `Replay` reads it."""
 
@@ -121,10 +143,14 @@ class Recorder(_Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        kind = operator_kind(func)
-        if kind == OperatorKind.OTHER:
-            self._before_other(func, args, kwargs)
+        traits = _traits(func)
+        if traits.kind == OperatorKind.OTHER:
+            if traits.value_is_needed:
+                self._needed = len(self._calls)
+            if traits.writes and self._holders:
+                self._copy_before_write(func._schema, args, kwargs)
             return func(*args, **kwargs)
+        kind = traits.kind
         saved = saves(self._activations, kind)
         may_draw = saved and kind == OperatorKind.ATTENTION
         before = [generator.get_state() for generator in self._generators] if may_draw else []
@@ -146,15 +172,6 @@ class Recorder(_Mode):
                 call.rng_after.append((generator, after))
         self._calls.append(call)
         return result
-
-    def _before_other(self, func, args, kwargs) -> None:
-        if isinstance(func, torch._ops.OpOverload):
-            if _VALUE_TAGS.intersection(func.tags) or func.namespace not in _KNOWN_NAMESPACES:
-                self._needed = len(self._calls)
-            if func._schema.is_mutable and self._holders:
-                self._copy_before_write(func._schema, args, kwargs)
-        else:
-            self._needed = len(self._calls)
 
     def _copy_before_write(self, schema, args, kwargs) -> None:
         written = [

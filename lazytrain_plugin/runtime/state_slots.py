@@ -19,7 +19,7 @@ from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import Gradient
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
-from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, MOMENTS, has_codes, state_flats
+from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, MOMENTS, has_codes
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.units import align_up
 
@@ -131,7 +131,7 @@ def _spans(run: list[UnitTensor], start: int, end: int) -> Iterator[Span]:
 def bytes_per_block(home: UnitHome, *, with_weights: bool = False) -> int:
     """What 256 elements of a unit take in a slot: states, the gradient or its sum, and weights that pass with them;
     without `exact_bytes`."""
-    flats = [flat for flat in state_flats(home.layout, home.plan, native=True) if not _is_exact(flat[0], home.plan)]
+    flats = [flat for flat in home.state_flats if not _is_exact(flat[0], home.plan)]
     num_blocks = home.layout.state_numel // BLOCK
     return (
         sum(dtype.itemsize * numel for _, dtype, numel in flats) // num_blocks
@@ -142,8 +142,7 @@ def bytes_per_block(home: UnitHome, *, with_weights: bool = False) -> int:
 
 def exact_bytes(home: UnitHome) -> int:
     """What all 32-bit moments beside codes take, which a slot has room for in any case."""
-    flats = state_flats(home.layout, home.plan, native=True)
-    return sum(dtype.itemsize * numel for key, dtype, numel in flats if _is_exact(key, home.plan))
+    return sum(dtype.itemsize * numel for key, dtype, numel in home.state_flats if _is_exact(key, home.plan))
 
 
 def _is_exact(key: str, plan: UnitPlan) -> bool:
@@ -233,7 +232,7 @@ class StateSlot:
     def _pieces(self, home: UnitHome, chunk: Chunk) -> Iterator[tuple]:
         """(key, dtype, buffer at home, offset there, bytes) of what makes up a chunk."""
         num_blocks = home.layout.state_numel // BLOCK
-        flats = [*state_flats(home.layout, home.plan, native=True)]
+        flats = [*home.state_flats]
         form, summed = home.gradient_format, chunk.arrival == Arrival.SUMMED
         if form.coded:
             buffer = home.state_buffers[ACCUMULATOR] if summed else home.gradient_buffer

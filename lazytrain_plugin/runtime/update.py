@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class StepScalars:
     gradient_scale: float
     counters: dict[str, Any]
     """The optimizer's own attributes that are numbers or tensors: step counts and the like."""
+    steps: dict[tuple[int, int], AdamWStep] = field(default_factory=dict, compare=False)
+    """By group and number of the update, as tensors ask for them: most of a group's share one."""
 
 
 def read_scalars(optimizer: torch.optim.Optimizer, gradient_scale: float) -> StepScalars:
@@ -101,8 +103,14 @@ class NativeAdamW:
 
     def next_step(self, tensor: UnitTensor, scalars: StepScalars) -> AdamWStep:
         """Counts an update of the tensor, and returns its scalars."""
-        group, gradient_scale = scalars.groups[tensor.group], scalars.gradient_scale
         step = self.steps[tensor] = self.steps.get(tensor, 0) + 1
+        made = scalars.steps.get((tensor.group, step))
+        if made is None:
+            made = scalars.steps[tensor.group, step] = self._step(scalars, tensor.group, step)
+        return made
+
+    def _step(self, scalars: StepScalars, index: int, step: int) -> AdamWStep:
+        group = scalars.groups[index]
         beta1, beta2 = (float(beta) for beta in group["betas"])
         return AdamWStep(
             lr=float(group["lr"]),
@@ -112,7 +120,7 @@ class NativeAdamW:
             weight_decay=float(group["weight_decay"]),
             step=step,
             decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
-            gradient_scale=gradient_scale,
+            gradient_scale=scalars.gradient_scale,
             maximize=bool(group.get("maximize", False)),
         )
 

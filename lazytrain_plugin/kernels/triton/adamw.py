@@ -216,6 +216,12 @@ def _book_tensors(signed: bool, device: torch.device) -> tuple[torch.Tensor, tor
     return values, torch.tensor(book.decade_tables(), dtype=torch.float32, device=device)
 
 
+@functools.lru_cache(maxsize=64)
+def _bits(scalars: AdamWScalars) -> tuple[int, ...]:
+    """Cached, as all tensors of a group have the same ones."""
+    return struct.unpack("9i", struct.pack("9f", *(getattr(scalars, name) for name in SCALAR_NAMES)))
+
+
 def _row(
     weight: torch.Tensor,
     remainder: torch.Tensor | None,
@@ -230,7 +236,6 @@ def _row(
     tensors = (weight, remainder, values, steps if coded else None, *moments)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     numel = weight.numel()
-    floats = struct.unpack("9i", struct.pack("9f", *(getattr(scalars, name) for name in SCALAR_NAMES)))
     switches = {
         "WEIGHT": tl.int16 if remainder is not None else tl.float32,
         "GRADIENT": TYPES[values.dtype],
@@ -242,9 +247,9 @@ def _row(
         "ALIGNED": numel % 16 == 0 and all(address % 16 == 0 for address in addresses[:6]),
     }
     return Row(
-        num_programs=triton.cdiv(numel, elements_per_program),
+        num_programs=-(-numel // elements_per_program),
         device=weight.device,
-        values=[*addresses, numel, *(noise or (0, 0, 0)), *floats],
+        values=[*addresses, numel, *(noise or (0, 0, 0)), *_bits(scalars)],
         switches=switches,
         tensors=tensors,
     )

@@ -87,7 +87,7 @@ def sum_squares(values: torch.Tensor | CodedGradient, lanes: torch.Tensor, batch
     codes, steps, coded = pointers(values)
     address = codes.data_ptr()
     row = Row(
-        num_programs=min(PARTS, triton.cdiv(numel, LANES)) * PROGRAMS_PER_PART,
+        num_programs=min(PARTS, -(-numel // LANES)) * PROGRAMS_PER_PART,
         device=values.device,
         values=[address, steps.data_ptr() if coded else 0, lanes.data_ptr(), numel],
         switches={"GRADIENT": TYPES[codes.dtype], "CODED": coded, "ALIGNED": numel % 16 == address % 16 == 0},
