@@ -14,6 +14,7 @@ from lazytrain_plugin.errors import ConfigError, LazyTrainError
 from lazytrain_plugin.integration.cli_nodes import cluster_of, explain_cluster
 from lazytrain_plugin.integration.console import make_console
 from lazytrain_plugin.integration.meta_model import profile_from_config
+from lazytrain_plugin.integration.plan_cache import parse_errors
 from lazytrain_plugin.integration.profile_tables import hardware_table, model_table
 from lazytrain_plugin.plan.check import check_plan, problem_of
 from lazytrain_plugin.plan.explain import explain_plan, explain_unit, find_unit
@@ -42,6 +43,10 @@ GpuMemory = Annotated[float | None, typer.Option(help="GPU budget; default: all 
 CpuMemory = Annotated[float | None, typer.Option(help="host budget; default: all there is")]
 Measured = Annotated[
     Path | None, typer.Option(help='steps that a run measured ("trace": {"path": ...}), drawn or told beside the plan')
+]
+ErrorPrices = Annotated[
+    Path | None,
+    typer.Option(help="what fewer bits did to a model's gradients, as a run measured (its log names the file)"),
 ]
 Timeline = Annotated[Path | None, typer.Option(help="draw the step as one HTML page")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON only")]
@@ -80,6 +85,7 @@ def plan_command(
     gradient_bits: Annotated[
         int | None, typer.Option(help="of gradients between nodes, 8 or 16; default: 8 unless exact")
     ] = None,
+    error_prices: ErrorPrices = None,
     out: Annotated[Path | None, typer.Option(help="write the plan here")] = None,
     timeline: Timeline = None,
     measured: Measured = None,
@@ -101,6 +107,7 @@ def plan_command(
             accumulation_steps=accumulation_steps,
             nvme_write_bytes_per_day=_gib_to_bytes("nvme-write-gib-per-day", nvme_write_gib_per_day),
             evaluation_tokens=evaluation_tokens,
+            gradient_errors=_error_prices(error_prices),
             local_ranks=ranks_per_node,
             nodes=nodes,
         )
@@ -151,6 +158,7 @@ def explain_command(
     accumulation_steps: AccumulationSteps = 1,
     gpu_memory_gib: GpuMemory = None,
     cpu_memory_gib: CpuMemory = None,
+    error_prices: ErrorPrices = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan, say why one unit or tensor is where it is, or compare the plan with measured steps."""
@@ -166,6 +174,7 @@ def explain_command(
                 accumulation_steps=accumulation_steps,
                 gpu_budget_bytes=_gib_to_bytes("gpu-memory-gib", gpu_memory_gib),
                 cpu_budget_bytes=_gib_to_bytes("cpu-memory-gib", cpu_memory_gib),
+                gradient_errors=_error_prices(error_prices),
             )
             problem = problem_of(plan, profile, machine, request)
         data = _timeline_data(problem, plan, trace, profile)
@@ -244,6 +253,25 @@ def load_model(model: str, dtype: str, *, sequence_length: int, fused_kernels: b
         if '"kept_bytes_per_token"' in text:
             return ModelProfile.from_json(text)
     return profile_from_config(model, dtype, sequence_length=sequence_length, fused_kernels=fused_kernels)
+
+
+def _error_prices(path: Path | None) -> dict[str, dict[int, float]] | None:
+    """Errors that a run has measured; None: those of a small model."""
+    if path is None:
+        return None
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--error-prices {str(path)!r} can't be read: {error}; give a file that a run kept"
+        ) from error
+    errors = parse_errors(text)
+    if errors is None:
+        raise ConfigError(
+            f"--error-prices {str(path)!r} holds no error prices (norm, gemm and swiglu in 4, 5, 6 and 8 bits); give the "
+            "file that the log of a compact run names"
+        )
+    return errors
 
 
 def _load_plan_or_trace(path: Path) -> tuple[PlacementPlan, MeasuredTrace | None]:

@@ -28,6 +28,17 @@ FREE_MEMORY_GRAIN_BYTES = GIB // 4
 DISK_GRAIN_BYTES = 16 * GIB
 
 
+def parse_errors(text: str) -> dict[str, dict[int, float]] | None:
+    """Errors of gradients by class of operator and bits, as `PlanCache.store_errors` writes them; None: not that."""
+    try:
+        errors = {name: {int(bits): float(e) for bits, e in row.items()} for name, row in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError):
+        return None
+    whole = all(row.keys() == wanted.keys() for row in errors.values() for wanted in GRADIENT_ERROR.values())
+    possible = all(0 <= error < float("inf") for row in errors.values() for error in row.values())
+    return errors if errors and whole and possible and errors.keys() <= GRADIENT_ERROR.keys() else None
+
+
 class PlanCache:
     """One folder of plans. Wrong, stale and unreadable entries are as good as none; writes are atomic.
 
@@ -89,16 +100,12 @@ class PlanCache:
     def load_errors(self, model: ModelProfile) -> dict[str, dict[int, float]] | None:
         """Errors of gradients by class of operator and bits, as this model has shown them; None if it hasn't."""
         text = self._read(self._errors_path(model))
-        try:
-            found = json.loads(text) if text is not None else {}
-            errors = {name: {int(bits): float(e) for bits, e in row.items()} for name, row in found.items()}
-        except (ValueError, TypeError, AttributeError):
-            return None
-        whole = all(row.keys() == wanted.keys() for row in errors.values() for wanted in GRADIENT_ERROR.values())
-        return errors if errors and whole and errors.keys() <= GRADIENT_ERROR.keys() else None
+        return parse_errors(text) if text is not None else None
 
-    def store_errors(self, model: ModelProfile, errors: dict[str, dict[int, float]]) -> None:
-        self._write(self._errors_path(model), json.dumps(errors) + "\n")
+    def store_errors(self, model: ModelProfile, errors: dict[str, dict[int, float]]) -> Path:
+        """Where they are, for `lazytrain plan --error-prices`."""
+        self._write(path := self._errors_path(model), json.dumps(errors) + "\n")
+        return path
 
     def _errors_path(self, model: ModelProfile) -> Path:
         return self._folder / f"errors-{self._key(model, None, 'errors')}.json"

@@ -243,7 +243,9 @@ class Planner:
     def take_errors(self, errors: dict[str, dict[int, float]]) -> None:
         """Error prices that a layer has shown, for this plan's bits and the next plan, in this run or another."""
         self._errors = errors
-        self._cache.store_errors(self._untimed_profile, errors)
+        path = self._cache.store_errors(self._untimed_profile, errors)
+        if self._config.plan.cache:
+            logger.info("these error prices are kept in %s (lazytrain plan --error-prices)", path)
         if self.request is not None:
             self.request = replace(self.request, gradient_errors=errors)
             self._prices_are_new = self._swaps_left > 0

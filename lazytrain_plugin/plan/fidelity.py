@@ -12,7 +12,8 @@ from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.bits import bits_of, is_lossy, plan_error
 from lazytrain_plugin.plan.check import problem_of
 from lazytrain_plugin.plan.formats import TENSOR_CLASSES, GradientErrors, describe_errors, tensor_error
-from lazytrain_plugin.plan.greedy import fits, greedy_plan
+from lazytrain_plugin.plan.greedy import fits
+from lazytrain_plugin.plan.planner import plan_without_solver
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
@@ -176,7 +177,8 @@ def _activation_error(plan: PlacementPlan, units: list[UnitPlan], measured: Grad
 def advise(plan: PlacementPlan, model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> Advice | None:
     """The lower fidelity that would win the most, if that is more than 5 % of the step; None otherwise.
 
-    Plans with the greedy planner, once for each lower fidelity; `plan` was made for `request`. Errors: as `problem_of`.
+    Plans without the solver (two seconds), once for each lower fidelity; `plan` was made for `request`. Errors: as
+    `problem_of`.
     """
     if not hardware.has_gpu:
         return None
@@ -187,7 +189,7 @@ def advise(plan: PlacementPlan, model: ModelProfile, hardware: HardwareProfile, 
     for fidelity in order[order.index(request.fidelity) + 1 :]:
         lower = replace(request, fidelity=fidelity, state_bits=None, gradient_bits=None, activation_bits=None)
         try:
-            candidate = greedy_plan(model, hardware, lower)
+            candidate = plan_without_solver(model, hardware, lower)
         except InfeasiblePlanError:
             continue  # a request may leave no room for a step that another planner found
         speedup = step_s / candidate.predicted_step_s

@@ -156,6 +156,8 @@ def test_names_stay_whole_in_a_pipe(lazytrain, profile_2b, tmp_path):
         (["explain", "missing_plan.json"], "no plan at"),
         (["plan", "{folder}", "--hardware", H200, "--measured", "missing_trace.json"], "can't be read"),
         (["plan", "{folder}", "--hardware", H200, "--measured", H200], "schema"),
+        (["plan", "{folder}", "--hardware", H200, "--error-prices", "none.json"], "can't be read"),
+        (["plan", "{folder}", "--hardware", H200, "--error-prices", H200], "no error prices"),
         (["plan", "{folder}", "--hardware", H200, "--nvme-gib", "0"], "nvme-gib is 0"),
         (["plan", "{folder}", "--hardware", H200, "--nodes", "2"], "add --network-gbit"),
         (["plan", "{folder}", "--hardware", H200, "--ranks-per-node", "2", "--gradient-bits", "4"], "8 or 16 bits"),
@@ -339,3 +341,29 @@ def test_lossy_choices_are_listed_with_gain_and_error(lazytrain, profile_7b):
     assert "lossy: 8-bit optimizer states" in text and "lossy: 8-bit gradients" in text
     assert "gradients off by 0.6% of their rms" in text and "per step" in text
     assert "advice: no lower fidelity would win" in text
+
+
+def test_error_prices_of_a_run_choose_the_bits_and_every_other_choice_is_told(lazytrain, profile_2b, tmp_path):
+    """The same command with other prices: other bits, shown with their gain and error; `explain` says what others cost."""
+    prices, plans, shown = tmp_path / "errors.json", [], []
+    low, high = ({str(bits): scale / 2**bits for bits in (4, 5, 6, 8)} for scale in (0.05, 4.0))
+    options = ["--hardware", H200, "--micro-batch", 16, "--gpu-memory-gib", 24, "--fidelity", "compact"]
+    for row in ({"norm": high, "gemm": low, "swiglu": low}, {"norm": low, "gemm": low, "swiglu": high}):
+        prices.write_text(json.dumps(row))
+        out = tmp_path / f"{len(plans)}.json"
+        result = lazytrain("plan", profile_2b, *options, "--error-prices", prices, "--out", out)
+        assert result.exit_code == 0, result.output
+        plans.append(PlacementPlan.load(out))
+        shown.append(" ".join(result.stdout.split()))
+    of_inputs, of_products = (
+        [sum(getattr(u, f"{t}_bits") for u in p.units) for p in plans] for t in ("boundary", "saved")
+    )
+    assert of_inputs[0] > of_inputs[1] and of_products[0] <= of_products[1]
+    assert "lossy: activations in fewer bits" in shown[0] and "products:" in shown[0] and "inputs:" in shown[0]
+    assert "over all layers" in shown[0] and "measured on this model" in shown[0] and "norm 25.0%" in shown[0]
+    unit = next(unit.name for unit in plans[0].units if unit.saved_bits < 16)
+    more = ["--model", profile_2b, "--hardware", H200, "--gpu-memory-gib", 24, "--error-prices", prices]
+    why = " ".join(lazytrain("explain", tmp_path / "0.json", unit, *more).output.split())
+    assert "products in 8 bits, gradients off by up to 1.6%" in why and "input in 16 bits" in why
+    whole = " ".join(lazytrain("explain", tmp_path / "0.json", *more).output.split())
+    assert "lossy: activations in fewer bits" in whole

@@ -9,7 +9,7 @@ from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import check_plan, problem_of
 from lazytrain_plugin.plan.fidelity import advise, lossy_choices
 from lazytrain_plugin.plan.greedy import greedy_plan, leanest_plan
-from lazytrain_plugin.plan.planner import make_plan
+from lazytrain_plugin.plan.planner import make_plan, plan_without_solver
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
@@ -74,7 +74,7 @@ def test_a_lower_fidelity_is_named_where_it_wins_more_than_5_percent():
     plan, model, machine, request = planned("exact", layers=10, gpu_gib=1.56, **SLOW_LINK)
     advice = advise(plan, model, machine, request)
     assert advice is not None and advice.fidelity in (Fidelity.BALANCED, Fidelity.COMPACT)
-    lower = greedy_plan(
+    lower = plan_without_solver(
         model,
         machine,
         replace(request, fidelity=advice.fidelity, state_bits=8, gradient_bits=None, activation_bits=None),
