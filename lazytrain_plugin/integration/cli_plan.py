@@ -268,8 +268,8 @@ def _error_prices(path: Path | None) -> dict[str, dict[int, float]] | None:
     errors = parse_errors(text)
     if errors is None:
         raise ConfigError(
-            f"--error-prices {str(path)!r} holds no error prices (norm, gemm and swiglu in 4, 5, 6 and 8 bits); give the "
-            "file that the log of a compact run names"
+            f"--error-prices {str(path)!r} holds no error prices (norm, gemm and swiglu in 4, 5, 6 and 8 bits); give "
+            "the file that the log of a compact run names"
         )
     return errors
 

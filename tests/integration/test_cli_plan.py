@@ -344,7 +344,7 @@ def test_lossy_choices_are_listed_with_gain_and_error(lazytrain, profile_7b):
 
 
 def test_error_prices_of_a_run_choose_the_bits_and_every_other_choice_is_told(lazytrain, profile_2b, tmp_path):
-    """The same command with other prices: other bits, shown with their gain and error; `explain` says what others cost."""
+    """Other prices, other bits, shown with their gain and error; `explain` says what yet other bits would cost."""
     prices, plans, shown = tmp_path / "errors.json", [], []
     low, high = ({str(bits): scale / 2**bits for bits in (4, 5, 6, 8)} for scale in (0.05, 4.0))
     options = ["--hardware", H200, "--micro-batch", 16, "--gpu-memory-gib", 24, "--fidelity", "compact"]
