@@ -149,6 +149,7 @@ class Executor:
         make_home = partial(UnitHome, device=self.device, native=native, nvme=self._nvme, ranks=self.ranks)
         placing.move_all(self.all_units, plan, make_home, self.streams.record)
         self._nvme.end(self.all_units)
+        self._nvme.write_for_others()
         if before_first := self.plan is None:
             self._install()
             if self.ranks is not None:

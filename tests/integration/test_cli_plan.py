@@ -313,6 +313,9 @@ def test_nvme_budget(lazytrain, profile_7b, tmp_path):
     plan = PlacementPlan.load(out)
     assert any(unit.states == "nvme" for unit in plan.units) and "NVMe" in result.output
     assert 0 < plan.predicted_bytes["nvme"] <= 200 * 2**30
+    result = lazytrain("plan", profile_7b, *options[:-1], 68, "--nvme-gib", 200, "--ranks-per-node", 2, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert any(unit.states == "nvme" for unit in PlacementPlan.load(out).units)
     machine = json.loads(Path(H200).read_text())
     del machine["nvme_read_bytes_per_s"]
     (tmp_path / "no_disk.json").write_text(json.dumps(machine))

@@ -122,7 +122,7 @@ def every_case(rank, device, folder, names):
         common, runs = CASES[name]
         for run, special in {None: {}, **runs}.items():
             # Later ranks have slower disks: who reads their parts must wait for them.
-            tier = None if run is None else NvmeTier([folder], block_bytes=4096, delay_s=0.001 + 0.01 * rank)
+            tier = None if run is None else NvmeTier([folder], block_bytes=8192, delay_s=0.003 * rank)
             found[name, run] = run_case(ranks, device, tier, **common, **special)
     return found
 
