@@ -1,14 +1,16 @@
-"""Error prices of saved activations, measured on the model that trains: one layer, one sequence, one step.
+"""Error prices of saved activations, measured on the model that trains: three layers, one sequence, one step.
 
-The plan's figures come from a small model (plan/formats.py). When layers save in fewer bits, a layer in the middle
-measures its own in an early step, in its backward, where its weights, its input and the gradient of its output are at
-hand; the next plan has them.
+The plan's figures come from a small model (plan/formats.py). When layers save in fewer bits, the first, the middle and
+the last of them measure their own in an early step, in their backward, where a layer's weights, its input and the
+gradient of its output are at hand; the plan's bits are chosen by them from then on.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,28 +39,51 @@ class ErrorPrices:
         self._executor, self._found = executor, found
         self._steps = 0
         self._done = False
+        self._waiting: list[Unit] = []
+        """Layers that have not been measured in the step that measures."""
+        self._rows: list[Errors] = []
 
     def step_ended(self) -> None:
         self._steps += 1
+        if self._waiting:  # a layer of them did not run
+            self._finish()
         if self._done or self._steps < FIRST_STEP:
             return
         coded = [unit for unit in self._executor.units if _saves_codes(unit)]
         if coded and self._executor.on_backward is None:
-            unit = coded[len(coded) // 2]
-            self._executor.on_backward = lambda call, inputs, gradients: self._look(unit, call, inputs, gradients)
+            self._waiting = [coded[place] for place in sorted({0, len(coded) // 2, len(coded) - 1})]
+            self._executor.on_backward = self._look
 
-    def _look(self, unit: Unit, call: UnitCall, inputs: list[torch.Tensor], output_gradients) -> None:
-        if call.unit is not unit or call.keep:
+    def _look(self, call: UnitCall, inputs: list[torch.Tensor], output_gradients) -> None:
+        if call.keep or not any(call.unit is unit for unit in self._waiting):
             return
-        self._executor.on_backward, self._done = None, True
+        self._waiting = [unit for unit in self._waiting if unit is not call.unit]
         try:
-            errors = measure(call, inputs, output_gradients)
+            self._rows.append(measure(call, inputs, output_gradients))
         except Exception as error:  # whatever a layer's own code makes of a part of a batch: training goes on
-            logger.info("error prices stay those of the plan: %s", str(error).splitlines()[0][:200])
+            logger.info("error prices of %s are not known: %s", call.unit.name, str(error).splitlines()[0][:200])
+        if not self._waiting:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._executor.on_backward, self._waiting, self._done = None, [], True
+        errors = averaged(self._rows)
+        if not errors:
+            logger.info("error prices stay those of the plan: no layer could be measured")
             return
-        if errors:
-            logger.info("activations in fewer bits put gradients of %s off by: %s", unit.name, describe(errors))
-            self._found(errors)
+        logger.info(
+            "activations in fewer bits put gradients of %d layers off by: %s", len(self._rows), describe(errors)
+        )
+        self._found(errors)
+
+
+def averaged(rows: list[Errors]) -> Errors:
+    """Root mean squares over layers, of the classes that they have."""
+    combined: Errors = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        having = [row[name] for row in rows if name in row]
+        combined[name] = {bits: math.sqrt(fmean(each[bits] ** 2 for each in having)) for bits in having[0]}
+    return combined
 
 
 def _saves_codes(unit: Unit) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import pytest
 import torch
@@ -24,10 +25,10 @@ def everything_is_large(monkeypatch):
     monkeypatch.setattr(activation_store, "SMALLEST_BYTES", 1)
 
 
-def trained(device, *, bits=4, measures=True, num_steps=FIRST_STEP + 2):
+def trained(device, *, bits=4, measures=True, num_steps=FIRST_STEP + 2, num_layers=3):
     """Weights after some steps, and what was found, once for each time."""
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=2
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16).train()
@@ -69,6 +70,39 @@ def test_a_layer_measures_its_classes_once_and_training_does_not_notice(device):
     assert all(torch.equal(a, b) for a, b in zip(weights, undisturbed, strict=True))
 
 
+def test_three_layers_measure_and_their_errors_are_averaged(monkeypatch):
+    seen = []
+
+    def measured(call, inputs, output_gradients):
+        seen.append(call.unit.name)
+        if len(seen) == 2:
+            raise ValueError("this one can't")
+        return {"gemm": {4: 0.3, 8: 0.1}} if len(seen) == 1 else {"gemm": {4: 0.4, 8: 0.1}, "norm": {4: 0.2, 8: 0.1}}
+
+    monkeypatch.setattr("lazytrain_plugin.integration.error_prices.measure", measured)
+    _, (found,) = trained("cpu", num_layers=5)
+    assert seen == ["model.layers.4", "model.layers.2", "model.layers.0"]  # as backward comes to them
+    assert found["gemm"] == pytest.approx({4: (0.5 * (0.3**2 + 0.4**2)) ** 0.5, 8: 0.1})
+    assert found["norm"] == {4: 0.2, 8: pytest.approx(0.1)}
+
+
+def test_a_layer_that_does_not_run_keeps_the_others_prices(monkeypatch):
+    """The step after the one that measured ends: what is known counts."""
+    executor = types.SimpleNamespace(on_backward=None, units=[object(), object(), object()])
+    monkeypatch.setattr("lazytrain_plugin.integration.error_prices._saves_codes", lambda unit: True)
+    monkeypatch.setattr("lazytrain_plugin.integration.error_prices.measure", lambda *_: {"gemm": {4: 0.3, 8: 0.1}})
+    found = []
+    prices = ErrorPrices(executor, found.append)
+    for _ in range(FIRST_STEP):
+        prices.step_ended()
+    executor.on_backward(types.SimpleNamespace(unit=executor.units[1], keep=False), [], [])
+    assert not found
+    prices.step_ended()
+    assert found == [{"gemm": pytest.approx({4: 0.3, 8: 0.1})}] and executor.on_backward is None
+    prices.step_ended()
+    assert executor.on_backward is None and len(found) == 1
+
+
 def test_without_codes_nothing_is_measured():
     assert trained("cpu", bits=16)[1] == []
 
@@ -77,7 +111,7 @@ def test_a_layer_that_can_not_be_sampled_says_so(caplog, monkeypatch):
     monkeypatch.setattr("lazytrain_plugin.integration.error_prices.MOST_TOKENS", 4)
     with caplog.at_level("INFO"):
         assert trained("cpu")[1] == []
-    assert "error prices stay those of the plan: a sequence has 16 tokens" in caplog.text
+    assert "a sequence has 16 tokens" in caplog.text and "error prices stay those of the plan" in caplog.text
 
 
 def test_they_are_kept_for_the_next_run(tmp_path):

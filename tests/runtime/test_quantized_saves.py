@@ -298,7 +298,7 @@ def test_saved_twice_views_and_reused_memory_under_matmuls(device, saved):
     model, reference = make().to(device), make().to(device)
     reference.load_state_dict(model.state_dict())
     _, exact = gradients(reference, device, None, ids)
-    for bits, input_bits, worst in ((8, 4, 0.5), (4, 8, 0.5), (8, 8, 0.03)):
+    for bits, input_bits, worst in ((8, 4, 0.5), (4, 8, 0.5), (8, 8, 0.03), (16, 8, 0.03), (8, 16, 0.03)):
         plan = plan_coded(model, device, Activations.MATMULS, bits, input_bits, saved, saved)
         _, found = gradients(model, device, plan, ids)
         off = error({n: g for n, g in found.items() if "layers" in n}, exact)
