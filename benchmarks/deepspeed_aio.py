@@ -28,12 +28,24 @@ _OWN = "benchmarks/libaio, the kernel's calls"
 _OPERATORS = {"pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder"}
 
 
+def plain_architectures() -> None:
+    """Lets DeepSpeed read the list of GPU architectures: it takes "9.0" and "9.0+PTX", no "9.0a".
+
+    Before DeepSpeed is imported, and before operators are compiled; children inherit it.
+    """
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if given:
+        plain = (re.sub(r"^(\d+\.\d+)[a-z]", r"\1", name) for name in re.split(r"[ ;]+", given) if name)
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(dict.fromkeys(plain))
+
+
 def prepare_libaio() -> str:
     """Makes `-laio` and `<libaio.h>` found by compilers of this process and its children; returns what was used.
 
     Raises:
         RuntimeError: neither is there, nor a C compiler.
     """
+    plain_architectures()
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise RuntimeError("no C compiler")
@@ -127,6 +139,7 @@ def load(name: str):
 
 def _compiled(name: str):
     """DeepSpeed's builder, its operator compiled and loaded."""
+    plain_architectures()
     from deepspeed.ops import op_builder
 
     base = getattr(op_builder, _OPERATORS[name])
