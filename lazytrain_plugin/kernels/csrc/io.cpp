@@ -4,6 +4,9 @@
 //
 // Threads and not io_uring or libaio: at blocks of megabytes a disk is saturated by a handful of blocked threads, which need no
 // privilege, no library and no kernel option, and which have a processor for the hash.
+//
+// Reads and writes wait in queues of their own, and where both wait they get half of the threads each: in one queue a unit's
+// hundreds of blocks in one direction would keep a disk that can do both at once from the other.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -25,6 +28,7 @@ namespace {
 
 enum Kind : int32_t { kRead = 0, kWrite = 1, kWriteBack = 2, kWarm = 3 };
 constexpr int32_t kDropFromCache = 1;  // flag: the page cache need not keep what was read or written
+constexpr int32_t kUrgent = 2;         // flag: a read that goes before those that wait
 
 // Codes beside errno, outside its range.
 constexpr int32_t kShort = 1000, kChecksum = 1001, kStopped = 1002;
@@ -113,7 +117,7 @@ class IoEngine {
             return job;
         }
         job->remaining = count;
-        for (int64_t i = 0; i < count; i++) queue_.push_back({requests[i], job});
+        for (int64_t i = 0; i < count; i++) queue_of(requests[i]).push_back({requests[i], job});
         wake_.notify_all();
         return job;
     }
@@ -139,13 +143,29 @@ class IoEngine {
     }
 
   private:
+    static bool reads(const Request& r) { return r.kind == kRead || r.kind == kWarm; }
+
+    std::deque<Queued>& queue_of(const Request& r) {
+        return !reads(r) ? writes_ : r.flags & kUrgent ? urgent_reads_ : reads_;
+    }
+
+    // Under the lock. Null: nothing waits.
+    std::deque<Queued>* next_queue() {
+        std::deque<Queued>& first = urgent_reads_.empty() ? reads_ : urgent_reads_;
+        if (first.empty()) return writes_.empty() ? nullptr : &writes_;
+        return !writes_.empty() && num_writing_ < num_reading_ ? &writes_ : &first;
+    }
+
     void work() {
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            wake_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-            if (queue_.empty()) return;
-            Queued next = std::move(queue_.front());
-            queue_.pop_front();
+            wake_.wait(lock, [&] { return stop_ || next_queue() != nullptr; });
+            std::deque<Queued>* const queue = next_queue();
+            if (queue == nullptr) return;
+            Queued next = std::move(queue->front());
+            queue->pop_front();
+            int& in_flight = reads(next.request) ? num_reading_ : num_writing_;
+            in_flight++;
             const int64_t delay_us = delay_us_;
             int32_t code = kStopped;
             if (!failure_.code) {
@@ -154,13 +174,13 @@ class IoEngine {
                 code = run(next.request);
                 lock.lock();
             }
+            in_flight--;
             if (code) {
                 next.job->failed = true;
                 const Request& r = next.request;
                 if (!failure_.code) failure_ = {code, r.fd, r.kind, 0, r.offset, r.nbytes};
             } else {
-                const bool reads = next.request.kind == kRead || next.request.kind == kWarm;
-                (reads ? read_bytes_ : written_bytes_) += next.request.nbytes;
+                (reads(next.request) ? read_bytes_ : written_bytes_) += next.request.nbytes;
             }
             if (--next.job->remaining == 0) done_.notify_all();
         }
@@ -218,7 +238,8 @@ class IoEngine {
 
     std::mutex mutex_;
     std::condition_variable wake_, done_;
-    std::deque<Queued> queue_;
+    std::deque<Queued> urgent_reads_, reads_, writes_;
+    int num_reading_ = 0, num_writing_ = 0;  // in flight
     std::vector<std::thread> threads_;
     bool stop_ = false;
     Failure failure_ = {};

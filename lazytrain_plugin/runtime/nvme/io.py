@@ -51,6 +51,12 @@ class Request:
     nbytes: int
     checksum: int | None = None
     drop_from_cache: bool = False
+    urgent: bool = False
+    """A read that goes before those that wait."""
+
+    @property
+    def flags(self) -> int:
+        return int(self.drop_from_cache) | int(self.urgent) << 1
 
 
 class _Request(ctypes.Structure):
@@ -168,7 +174,7 @@ class Job:
 
 
 class IoEngine:
-    """Threads that read and write blocks.
+    """Threads that read and write blocks, each direction in the order of submission, but urgent reads first.
 
     Args:
         num_threads: requests in flight.
@@ -194,10 +200,7 @@ class IoEngine:
     def submit(self, requests: Sequence[Request], *, keep: Any, what: str) -> Job:
         """Starts requests; `keep` is held until they are done, `what` names them in messages."""
         array = (_Request * len(requests))(
-            *(
-                _Request(r.fd, r.kind, int(r.drop_from_cache), 0, r.offset, r.address, r.nbytes, r.checksum)
-                for r in requests
-            )
+            *(_Request(r.fd, r.kind, r.flags, 0, r.offset, r.address, r.nbytes, r.checksum) for r in requests)
         )
         handle = self.library.lazytrain_io_submit(self.handle, array, len(requests))
         job = Job(self, handle, keep, what, sum(request.nbytes for request in requests))

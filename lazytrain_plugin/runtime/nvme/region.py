@@ -103,9 +103,12 @@ class Region:
     def _start(self, kind: Kind, address: int, keep, nbytes: int | None = None, *, first: int = 0) -> Job:
         """`first`, `nbytes`: of the bytes to move; the blocks that hold them are moved whole."""
         if self._direct:
-            self.wait()  # otherwise the page cache puts requests in order
+            self.wait()  # otherwise the page cache keeps what is read true
         verb = "reading" if kind in (Kind.READ, Kind.WARM) else "writing"
         requests, num_files = [], len(self.files)
+        # Weights that go to a slot: somebody waits for them, or is about to, and right behind an update they are still
+        # in the page cache. What waits before them is states of updates to come.
+        urgent = kind == Kind.READ and not self._direct
         # What is mapped is written back by a job of its own, so that a write is visible as soon as it can be.
         drop = not self._past_the_cache and (self._direct or kind == Kind.READ)
         checksums = ctypes.addressof(self._checksums) if self._checksums is not None else None
@@ -120,6 +123,7 @@ class Region:
                     nbytes=min(self._block_bytes, end - block * self._block_bytes),
                     checksum=None if checksums is None else checksums + 8 * block,
                     drop_from_cache=drop,
+                    urgent=urgent,
                 )
             )
         job = self._engine.submit(requests, keep=(keep, self._checksums), what=f"{verb} {self.what}")

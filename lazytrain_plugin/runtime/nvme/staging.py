@@ -75,6 +75,16 @@ class Staging:
                 buffer.ahead = False
             self._pump()
 
+    def begin(self, holder: Holder) -> Job | None:
+        """Starts reading what is used next, beside what `read_ahead` was told; None: no buffer is free."""
+        with self._changed:
+            buffer = self._pick(at_rest=True) if self._find(holder) is None else None
+            if buffer is None:
+                return None
+            self._fill(buffer, holder)
+            buffer.ahead = True
+            return buffer.job
+
     def holds(self, holder: Holder) -> bool:
         """Whether `acquire` would not wait for the disk."""
         with self._changed:

@@ -10,6 +10,7 @@ checksums: anyone may write a weight through the model, and nobody would know.
 from __future__ import annotations
 
 import mmap
+import threading
 from collections import deque
 
 import torch
@@ -27,22 +28,38 @@ from lazytrain_plugin.runtime.rank_group import RankGroup
 
 
 class WeightStaging:
-    """Pinned buffers between the disk and weight slots. Used by the thread that runs the model only."""
+    """Pinned buffers between the disk and weight slots. Used by the thread that runs the model; `stage` by any."""
 
     def __init__(self, count: int, nbytes: int, *, pin: bool) -> None:
         self.buffers = Staging(count, nbytes, pin=pin)
         self._uploads: deque[tuple[object, StagingBuffer]] = deque()
         """Transfers that read a buffer, with the event of their end."""
+        self._ending = threading.Lock()
+
+    def stage(self, weights: NvmeWeights) -> None:
+        """Brings weights to a buffer if one is free; waits for that."""
+        with self._ending:
+            self._end_uploads()
+        reading = self.buffers.begin(weights)
+        if reading is not None:
+            reading.wait()
 
     def fetch(self, weights: NvmeWeights) -> StagingBuffer:
         """The buffer with these weights; waits for the disk. `uploaded` gives it back."""
-        while self._uploads and (len(self._uploads) >= self.buffers.count or self._uploads[0][0].query()):
-            self._end_first_upload()
+        with self._ending:
+            self._end_uploads()
+            if len(self._uploads) >= self.buffers.count:
+                self._end_first_upload()
         return self.buffers.acquire(weights)
 
     def uploaded(self, event, buffer: StagingBuffer) -> None:
         """The buffer may serve others from `event` on."""
-        self._uploads.append((event, buffer))
+        with self._ending:
+            self._uploads.append((event, buffer))
+
+    def _end_uploads(self) -> None:
+        while self._uploads and self._uploads[0][0].query():
+            self._end_first_upload()
 
     def _end_first_upload(self) -> None:
         event, buffer = self._uploads.popleft()
@@ -89,6 +106,8 @@ class NvmeWeights(PrivateLook):
         self._address = self._bytes.data_ptr()
         mapped_faults.watch(self._map, self._address, self.region.files[0][2])
         self._warming: Job | None = None
+        self._leaving: Job | None = None
+        self._is_shared = ranks is not None
         self._taken: StagingBuffer | None = None
 
     def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
@@ -127,20 +146,30 @@ class NvmeWeights(PrivateLook):
     # Around a change.
 
     def warm(self) -> None:
-        """Starts bringing what this rank updates into the page cache, for an update in place."""
-        if self._warming is None:
+        """Starts bringing what this rank updates into the page cache, for an update in place; not while it leaves."""
+        if self._warming is None and (self._leaving is None or self._leaving.done):
             self._warming = self.region.warm(self._own)
 
     def wait_until_warm(self) -> None:
         """Raises StorageError if the disk failed."""
+        if self._leaving is not None:
+            self._leaving.wait()
         self.warm()
         self._warming.wait()
         self._warming = None
 
     def let_go(self, *, updated: bool) -> None:
-        """Starts bringing changes to the disk, and the weights out of memory. `updated`: only what this rank updates
-        was changed."""
-        self.region.write_back(self._address, self._map, self._own if updated else slice(0, self.nbytes))
+        """Starts bringing changes to the disk, and the weights out of memory.
+
+        Args:
+            updated: only what this rank updates was changed, and the weights go to a slot soon. So they are copied to a
+                buffer, if one is free, while they are in the page cache; later they come from the disk again. Not with
+                several ranks: the others' updates may be still to come.
+        """
+        if updated and not self._is_shared:
+            self.staging.stage(self)
+        span = self._own if updated else slice(0, self.nbytes)
+        self._leaving = self.region.write_back(self._address, self._map, span)
 
     def close(self) -> None:
         """Gives the disk space back, as soon as nobody holds a view any more."""

@@ -292,3 +292,22 @@ def test_open_files_running_out_is_named(disk):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         tier.close()
+
+
+def test_both_directions_move_while_both_wait_and_urgent_reads_go_first(disk):
+    # Each request is 20 ms late, and 64 reads wait for 8 threads: in one queue the others would come after them.
+    tier = NvmeTier([disk], block_bytes=4 * KIB, delay_s=0.02)
+    try:
+        many, other = tier.region(256 * KIB, what="many"), tier.region(4 * KIB, what="other")
+        weights = tier.region(4 * KIB, what="weights", direct=False)
+        memories = [Memory(256 * KIB, seed=i) for i in range(3)]
+        write(many, memories[0])
+        reading = many.read(memories[0].address, memories[0].buffer)
+        written = other.write(memories[1].address, memories[1].buffer)
+        urgent = weights.read(memories[2].address, memories[2].buffer)
+        for job in (written, urgent):
+            job.wait()
+            assert not reading.done
+        reading.wait()
+    finally:
+        tier.close()

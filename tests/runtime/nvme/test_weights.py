@@ -153,6 +153,20 @@ def test_memory_is_let_go_behind_each_update(disk):
     executor.close()
 
 
+def test_updated_weights_wait_for_their_slot_in_memory(disk):
+    """They would come back from the disk, which has states to read."""
+    model = big_model(6)
+    executor = executor_for(model, on_nvme(plan_for(model), states=Tier.NVME, slots=3), tier=NvmeTier([disk]))
+    train(executor, windows("cpu")[:2])
+    executor.worker.drain()
+    first = executor.units[0].home.nvme_weights
+    assert first.staged
+    buffer = first.staging.buffers.acquire(first)
+    assert torch.equal(buffer.memory.tensor(torch.uint8, 0, first.nbytes), first.tensor(torch.uint8, 0, first.nbytes))
+    first.staging.buffers.release(buffer)
+    executor.close()
+
+
 def test_a_truncated_file_is_an_error_not_a_signal(disk):
     """What would end the process with SIGBUS comes back as an error of the read before it."""
     model = make_model()
