@@ -11,6 +11,9 @@
 - `deepspeed`: `aio_handle` of DeepSpeed from its own pinned memory, same block size and queue depth. It is compiled on
   first use; where that fails its line says why (benchmarks/deepspeed_aio.py).
 
+- `together`: through the tier, half of the regions read while the others are written, for four seconds; the rate of
+  each direction, as the planner takes it.
+
 They take turns, `--repeats` times, so that a disk that others use treats them alike. Every pass is over all files and
 printed; the last line has the best of each and the tier's share of the ceiling.
 
@@ -34,6 +37,7 @@ from pathlib import Path
 import torch
 from deepspeed_aio import aio_handle
 
+from lazytrain_plugin.integration.measure_nvme import together_bytes_per_s
 from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.nvme.io import THREADS_PER_FOLDER
 from lazytrain_plugin.runtime.nvme.region import BLOCK_BYTES
@@ -98,7 +102,10 @@ def passes(folders: list[Path], total_bytes: int, region_bytes: int, in_flight: 
         for thread in threads:
             thread.join()
 
-    found = {"plain": plain_pass, "tier": tier_pass}
+    def together() -> tuple[float, float]:
+        return together_bytes_per_s(tier, regions, buffers, timed_s=4.0)
+
+    found = {"plain": plain_pass, "tier": tier_pass, "together": together}
     if deepspeed:
         try:
             handle, libaio = aio_handle(BLOCK_BYTES, THREADS_PER_FOLDER, THREADS_PER_FOLDER)
@@ -150,7 +157,7 @@ def main() -> None:
 def compare_rates(options: argparse.Namespace) -> None:
     total_bytes = int(options.gib * GIB) // (options.region_mib * MIB) * options.region_mib * MIB
     found = passes(options.folder, total_bytes, options.region_mib * MIB, options.in_flight, options.deepspeed)
-    close = found.pop("close")
+    close, together = found.pop("close"), found.pop("together")
     best: dict[tuple[str, str], float] = {}
     try:
         for _ in range(options.repeats):
@@ -161,6 +168,10 @@ def compare_rates(options: argparse.Namespace) -> None:
                     rate = total_bytes / (time.perf_counter() - start_s) / 1e9
                     best[name, direction] = max(best.get((name, direction), 0.0), rate)
                     print(json.dumps({"what": name, "direction": direction, "gb_per_s": round(rate, 3)}), flush=True)
+            for direction, bytes_per_s in zip(("read", "write"), together()):
+                rate = bytes_per_s / 1e9
+                best["together", direction] = max(best.get(("together", direction), 0.0), rate)
+                print(json.dumps({"what": "together", "direction": direction, "gb_per_s": round(rate, 3)}), flush=True)
     finally:
         close()
     best_of = {" ".join(k): round(v, 3) for k, v in best.items()}

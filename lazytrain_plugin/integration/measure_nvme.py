@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from lazytrain_plugin.errors import StorageError
 from lazytrain_plugin.profile._json import digest_of
 from lazytrain_plugin.profile.cache import default_cache_dir, write_atomically
 from lazytrain_plugin.runtime.host_memory import HostBuffer
+from lazytrain_plugin.runtime.nvme.region import Region
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-MEASURE_VERSION = 1
+MEASURE_VERSION = 2
 """Part of the cache key: raise it when the measurement changes."""
 REGION_BYTES = 256 * MIB
 NUM_REGIONS = 8
@@ -28,7 +30,14 @@ MIN_REGIONS = 2
 IN_FLIGHT = 3
 LONG_ENOUGH_S = 4.0
 """A slow disk is not made to pass all regions."""
-RATES = ("nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
+SETTLING_S, TOGETHER_S = 0.4, 2.0
+"""Both directions at once: how long they run before they are timed, and timed."""
+RATES = (
+    "nvme_read_bytes_per_s",
+    "nvme_write_bytes_per_s",
+    "nvme_read_shared_bytes_per_s",
+    "nvme_write_shared_bytes_per_s",
+)
 
 
 def nvme_fields(
@@ -70,7 +79,9 @@ def _read_rates(path: Path) -> dict[str, float] | None:
 
 
 def measure_nvme(folders: Sequence[str | Path], *, limit_bytes: int | None = None) -> dict[str, float]:
-    """Bytes per second that training reads and writes: the better of two passes over up to 2 GiB in each direction.
+    """Bytes per second that training reads and writes.
+
+    Alone: the better of two passes over up to 2 GiB in each direction. Shared: two seconds of both at once.
 
     Raises:
         ConfigError: a folder is missing, not writable, or memory.
@@ -100,6 +111,10 @@ def measure_nvme(folders: Sequence[str | Path], *, limit_bytes: int | None = Non
                 passes.append(rate)
                 regions = regions[:num_passed]  # what was not written can't be read
             rates[f"nvme_{direction}_bytes_per_s"] = float(round(max(passes)))
+        shared = together_bytes_per_s(tier, regions, buffers, timed_s=TOGETHER_S)
+        for direction, rate in zip(("read", "write"), shared):
+            alone = rates[f"nvme_{direction}_bytes_per_s"]
+            rates[f"nvme_{direction}_shared_bytes_per_s"] = min(float(round(rate)), alone)
     finally:
         tier.close()
     return rates
@@ -122,3 +137,42 @@ def _pass(regions: list, buffers: list[HostBuffer], direction: str) -> tuple[flo
         if job is not None:
             job.wait()
     return num_passed * REGION_BYTES / (time.perf_counter() - start_s), num_passed
+
+
+def together_bytes_per_s(
+    tier: NvmeTier, regions: list[Region], buffers: list[HostBuffer], *, timed_s: float
+) -> tuple[float, float]:
+    """Bytes per second read and written while half of the regions are read and the others written, over and over.
+
+    Args:
+        regions: two at least, all written before.
+        buffers: two at least, of their size; the last is written from.
+    """
+    # Both directions have two regions in flight, where there are so many: the next begins as one ends.
+    addresses = [buffer.tensor(torch.uint8, 0, 1).data_ptr() for buffer in buffers]
+    half, sources = len(regions) // 2, len(buffers) - 1
+    waiting = {"read": deque(regions[:half]), "write": deque(regions[half:])}
+    running: dict[str, deque] = {"read": deque(), "write": deque()}
+    num_started = 0
+
+    def keep_busy_until(end_s: float) -> None:
+        nonlocal num_started
+        while time.perf_counter() < end_s:
+            for direction, jobs in running.items():
+                while jobs and jobs[0][1].done:
+                    waiting[direction].append(jobs.popleft()[0])
+                while waiting[direction] and len(jobs) < 2:
+                    region = waiting[direction].popleft()
+                    place = num_started % sources if direction == "read" else sources
+                    num_started += direction == "read"
+                    jobs.append((region, getattr(region, direction)(addresses[place], buffers[place])))
+            time.sleep(0.001)
+
+    keep_busy_until(time.perf_counter() + SETTLING_S)
+    before, start_s = tier.engine.moved_bytes(), time.perf_counter()
+    keep_busy_until(start_s + timed_s)
+    after, took_s = tier.engine.moved_bytes(), time.perf_counter() - start_s
+    for jobs in running.values():
+        for _, job in jobs:
+            job.wait()
+    return tuple((now - then) / took_s for now, then in zip(after, before))

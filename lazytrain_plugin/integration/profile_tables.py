@@ -44,8 +44,9 @@ def hardware_table(machine: HardwareProfile) -> Table:
     for name, per_s in zip(("4-bit codes made", "values made of them"), machine.coding_bytes_per_s, strict=True):
         table.add_row(name, rate(per_s, "GB/s", 1e9), "")
     if machine.nvme_read_bytes_per_s or machine.nvme_write_bytes_per_s:
-        table.add_row("NVMe read", rate(machine.nvme_read_bytes_per_s, "GB/s", 1e9), "")
-        table.add_row("NVMe write", rate(machine.nvme_write_bytes_per_s, "GB/s", 1e9), "")
+        for name in ("read", "write"):
+            alone, shared = (getattr(machine, f"nvme_{name}_{kind}bytes_per_s") for kind in ("", "shared_"))
+            table.add_row(f"NVMe {name}", rate(alone, "GB/s", 1e9), rate(shared, "GB/s", 1e9) if shared else "")
     return table
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from lazytrain_plugin.plan.accounting import offloaded_bytes
 from lazytrain_plugin.plan.clock import Clock, Resource, Ring
+from lazytrain_plugin.plan.disk_traffic import read_disk, write_disk
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.vocab import Tier
@@ -109,10 +110,8 @@ class DiskActivations:
             self._buffers.pop(0)
         self._buffers.append(name)
         self._num_bytes[name] = num_bytes
-        write_s = self._problem.nvme_write_s(num_bytes, each=True)
-        self._written_s[name] = self._clock.run(
-            f"write activations {name}", Resource.NVME_WRITE, write_s, left_s, num_bytes=num_bytes
-        )
+        what = f"write activations {name}"
+        self._written_s[name] = write_disk(self._problem, self._clock, what, num_bytes, left_s, each=True)
 
     def read(self, name: str) -> float:
         """When they are in host memory again."""
@@ -120,16 +119,8 @@ class DiskActivations:
             return 0.0
         slots = self._problem.nvme_slots
         free_s = self._back_s[-slots] if len(self._back_s) >= slots else 0.0
-        num_bytes = self._num_bytes[name]
-        read_s = self._problem.nvme_read_s(num_bytes, each=True)
-        return self._clock.run(
-            f"read activations {name}",
-            Resource.NVME_READ,
-            read_s,
-            free_s,
-            self._written_s[name],
-            num_bytes=num_bytes,
-        )
+        what, num_bytes = f"read activations {name}", self._num_bytes[name]
+        return read_disk(self._problem, self._clock, what, num_bytes, free_s, self._written_s[name], each=True)
 
     def returned(self, back_s: float) -> None:
         """They are on the GPU: their buffer is free."""

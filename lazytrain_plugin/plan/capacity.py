@@ -76,7 +76,7 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
         if not _is_zero(leaving):
             model.addConstr(v.activation_slot_mib >= leaving, name=name("activation_slot", u))
         if not _is_zero(v.on_nvme(u)):
-            model.addConstr(v.nvme_slot_mib >= _nvme_mib(cost, v, u, cost.ranks), name=name("nvme_slot", u))
+            model.addConstr(v.nvme_slot_mib >= nvme_mib(cost, v, u, cost.ranks), name=name("nvme_slot", u))
     for s, cost in enumerate(problem.stem):
         if not _is_zero(v.stem_streams[s]):
             chunk = mib(cost.state_slot_bytes) * v.stem_streams[s]
@@ -84,7 +84,7 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
 
 
 def _add_least_slots(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
-    def least(num_bytes: Callable[[UnitCost], int], columns: Sequence[Expression]) -> float:
+    def least(num_bytes: Callable[[UnitCost], float], columns: Sequence[Expression]) -> float:
         return min(mib(num_bytes(cost)) for cost, column in zip(problem.units, columns) if not _is_zero(column))
 
     slots = {
@@ -92,6 +92,8 @@ def _add_least_slots(model: highspy.Highs, problem: PlacementProblem, v: Variabl
         "sends": (v.gradient_slot_mib, lambda cost: cost.gradient_bytes),
         "passing": (v.state_slot_mib, lambda cost: cost.state_slot_bytes),
         "boundary_cpu": (v.activation_slot_mib, lambda cost: cost.boundary_bytes - cost.most_spared_input_bytes),
+        "nvme": (v.nvme_slot_mib, lambda cost: cost.rest_state_bytes / cost.ranks),
+        "nvme_weights": (v.nvme_slot_mib, lambda cost: cost.rest_state_bytes / cost.ranks + cost.weight_bytes),
     }
     for kind, columns in kinds_of_use(problem, v).items():
         if kind not in v.used or kind == "worker":
@@ -132,12 +134,12 @@ def add_nvme_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variab
     if not problem.has_nvme or not problem.has_gpu:
         return
     parked = problem.local_ranks * sum(nvme_input_mib(problem, v, u) for u in range(len(problem.units)))
-    held = parked + sum(_nvme_mib(cost, v, u) for u, cost in enumerate(problem.units))
+    held = parked + sum(nvme_mib(cost, v, u) for u, cost in enumerate(problem.units))
     model.addConstr(held <= mib(problem.nvme_budget_bytes), name=name("capacity", "NVME"))
     allowed = nvme_bytes_allowed_per_step(problem)
     if problem.nvme_write_bytes_per_day is not None:
         written = problem.accumulation_steps * parked
-        written += sum(_nvme_mib(cost, v, u) for u, cost in enumerate(problem.units) if cost.num_trainable)
+        written += sum(nvme_mib(cost, v, u) for u, cost in enumerate(problem.units) if cost.num_trainable)
         model.addConstr(written <= mib(allowed), name=name("wear", "NVME"))
 
 
@@ -240,8 +242,8 @@ def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
     return rest
 
 
-def _nvme_mib(cost: UnitCost, v: Variables, u: int, ranks: int = 1) -> Expression:
-    """What unit u has on NVMe. `ranks`: of the states, one rank's part."""
+def nvme_mib(cost: UnitCost, v: Variables, u: int, ranks: int = 1) -> Expression:
+    """What unit u has on NVMe, which an update brings to host memory and back. `ranks`: of states one rank's part."""
     states = mib(cost.rest_state_bytes) / ranks
     return states * v.homes["nvme_states"][u] + (states + mib(cost.weight_bytes)) * v.homes["nvme"][u]
 

@@ -97,6 +97,9 @@ class PlacementProblem:
     d2h_bytes_per_s: float
     nvme_read_bytes_per_s: float
     nvme_write_bytes_per_s: float
+    nvme_read_shared_bytes_per_s: float
+    """While the disk writes too, all it can."""
+    nvme_write_shared_bytes_per_s: float
     nvme_write_bytes_per_day: float | None
     capabilities: Capabilities
     digests: dict[str, str]
@@ -145,6 +148,27 @@ class PlacementProblem:
         """As `nvme_read_s`."""
         num_bytes = self.local_ranks * num_bytes if each else num_bytes
         return num_bytes / self.nvme_write_bytes_per_s if self.nvme_write_bytes_per_s else 0.0
+
+    def nvme_read_delay_s(self, written_bytes: float, *, each: bool = False) -> float:
+        """What writing so much takes from the disk's time to read.
+
+        A disk reads alone at one rate, and beside writes at another. Between the two it shares its time: while it
+        writes y at the shared rate w, in y / w, it reads r instead of R bytes per second, so y / w (1 - r / R) is lost.
+        One that takes turns loses the whole time of the write, one that does both at full rate nothing.
+        """
+        if not self.nvme_write_shared_bytes_per_s:
+            return 0.0
+        kept_frac = min(1.0, self.nvme_read_s(self.nvme_read_shared_bytes_per_s))
+        written_bytes = self.local_ranks * written_bytes if each else written_bytes
+        return written_bytes / self.nvme_write_shared_bytes_per_s * (1 - kept_frac)
+
+    def nvme_write_delay_s(self, read_bytes: float, *, each: bool = False) -> float:
+        """What reading so much takes from the disk's time to write."""
+        if not self.nvme_read_shared_bytes_per_s:
+            return 0.0
+        kept_frac = min(1.0, self.nvme_write_s(self.nvme_write_shared_bytes_per_s))
+        read_bytes = self.local_ranks * read_bytes if each else read_bytes
+        return read_bytes / self.nvme_read_shared_bytes_per_s * (1 - kept_frac)
 
 
 def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanRequest) -> PlacementProblem:
@@ -198,6 +222,8 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         d2h_bytes_per_s=hardware.d2h_shared_bytes_per_s,
         nvme_read_bytes_per_s=hardware.nvme_read_bytes_per_s,
         nvme_write_bytes_per_s=hardware.nvme_write_bytes_per_s,
+        nvme_read_shared_bytes_per_s=hardware.nvme_read_shared_bytes_per_s or hardware.nvme_read_bytes_per_s / 2,
+        nvme_write_shared_bytes_per_s=hardware.nvme_write_shared_bytes_per_s or hardware.nvme_write_bytes_per_s / 2,
         nvme_write_bytes_per_day=request.nvme_write_bytes_per_day,
         capabilities=request.capabilities,
         digests={"hardware": machine.digest, "model": model.digest},

@@ -26,6 +26,7 @@ from lazytrain_plugin.plan.accounting import (
 )
 from lazytrain_plugin.plan.activation_traffic import ActivationTraffic
 from lazytrain_plugin.plan.clock import Clock, Event, Resource, Ring
+from lazytrain_plugin.plan.disk_traffic import read_disk, write_disk
 from lazytrain_plugin.plan.edges import backward_order
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
@@ -136,16 +137,12 @@ class _Step:
         )
         self.weight_s[cost.name] = updated_s
         if staged:
-            write_s = self.problem.nvme_write_s(staged)
-            self.written_s[cost.name] = self.clock.run(
-                f"write {cost.name}", Resource.NVME_WRITE, write_s, updated_s, num_bytes=staged
-            )
+            self.written_s[cost.name] = write_disk(self.problem, self.clock, f"write {cost.name}", staged, updated_s)
             self.disk.use(self.written_s[cost.name])
 
     def _read_nvme(self, cost: UnitCost, why: str, num_bytes: int, after_s: float, *, each: bool) -> float:
-        read_s, name = self.problem.nvme_read_s(num_bytes, each=each), f"read {cost.name}{why}"
         after_s = max(after_s, self.disk.free_s(), self.written_s.get(cost.name, 0.0))
-        return self.clock.run(name, Resource.NVME_READ, read_s, after_s, num_bytes=num_bytes)
+        return read_disk(self.problem, self.clock, f"read {cost.name}{why}", num_bytes, after_s, each=each)
 
     def forward(self, *, fresh: bool) -> float:
         """One micro-batch's forward with loss; `fresh`: the weights were just updated."""

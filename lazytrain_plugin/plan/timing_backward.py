@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import highspy
 
-from lazytrain_plugin.plan.capacity import offloaded_mib
+from lazytrain_plugin.plan.capacity import nvme_mib, offloaded_mib
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
 from lazytrain_plugin.plan.program_inputs import again_ms, nvme_input_mib
@@ -287,9 +287,9 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
     """The step's time, and what each resource alone needs for it (Eq. 20). Rows: `step_time`, `load(...)`.
 
     step = loss + (A - 1) (repeat(N-1) + loss time) + A end + unhidden
-    step >= all updates and additions of the worker; step >= all copies of a direction; >= all NVMe reads, writes;
-    >= all exchanges with other ranks. The loads are implied for whole steps; they tighten the relaxation and keep a
-    backlog from growing from step to step.
+    step >= all updates and additions of the worker; step >= all copies of a direction; step >= all NVMe reads, writes,
+    each with what the other direction takes from it; step >= all exchanges with other ranks. The loads are implied for
+    whole steps; they tighten the relaxation and keep a backlog from growing from step to step.
     """
     micro_batches = problem.accumulation_steps
     step: Expression = v.loss_ms + micro_batches * v.end_ms + v.unhidden_ms
@@ -301,8 +301,8 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
     worker: Expression = 0
     meets: Expression = 0
     down: Expression = 0
-    read: Expression = 0
-    write: Expression = 0
+    read_mib: Expression = 0
+    written_mib: Expression = 0
     for u, cost in enumerate(problem.units):
         add = ms(micro_batches * cost.accumulate_s) * v.sends(u)
         worker = worker + worker_ms(problem, v, u) + add
@@ -312,17 +312,10 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         down = down + states + micro_batches * per_micro
         if problem.exchanges:
             meets = meets + micro_batches * _exchange_ms(cost, v.sends(u))
-        both = cost.rest_state_bytes + cost.weight_bytes
-        nvme_states, nvme = v.homes["nvme_states"][u], v.homes["nvme"][u]
-        read = (
-            read + ms(problem.nvme_read_s(cost.rest_state_bytes)) * nvme_states + ms(problem.nvme_read_s(both)) * nvme
-        )
-        parked = micro_batches * nvme_input_mib(problem, v, u)
-        read = read + ms(problem.nvme_read_s(MIB, each=True)) * parked
-        write = write + ms(problem.nvme_write_s(MIB, each=True)) * parked
-        if cost.num_trainable:
-            write = write + ms(problem.nvme_write_s(cost.rest_state_bytes)) * nvme_states
-            write = write + ms(problem.nvme_write_s(both)) * nvme
+        moved = nvme_mib(cost, v, u)
+        parked = micro_batches * problem.local_ranks * nvme_input_mib(problem, v, u)
+        read_mib = read_mib + moved + parked
+        written_mib = written_mib + (moved if cost.num_trainable else 0) + parked
     for s, cost in enumerate(problem.stem):
         sends = 1 - v.stem_on_gpu[s]
         worker = worker + ms(cost.cpu_update_s) * v.stem_on_worker(s) + ms(micro_batches * cost.accumulate_s) * sends
@@ -331,6 +324,8 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
             meets = meets + micro_batches * _exchange_ms(cost, sends)
         returned = cost.streamed_out_bytes + (cost.returned_weight_bytes if problem.divides_updates else 0)
         down = down + ms(problem.d2h_s(returned)) * v.stem_streams[s]
+    read = ms(problem.nvme_read_s(MIB)) * read_mib + ms(problem.nvme_read_delay_s(MIB)) * written_mib
+    write = ms(problem.nvme_write_s(MIB)) * written_mib + ms(problem.nvme_write_delay_s(MIB)) * read_mib
     loads = {"worker": worker, "d2h": down, "nvme_read": read, "nvme_write": write, "exchange": meets}
     for resource, load in loads.items():
         if not isinstance(load, (int, float)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import highspy
 
-from lazytrain_plugin.plan.capacity import offloaded_mib
+from lazytrain_plugin.plan.capacity import nvme_mib, offloaded_mib
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
 from lazytrain_plugin.plan.simulate import NEEDED_FIRST, stem_gradients
@@ -66,31 +66,32 @@ def worker_ms(problem: PlacementProblem, v: Variables, u: int) -> Expression:
 def add_disk(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """NVMe reads and writes of updates, each in forward order, through D staging buffers (Eq. 11).
 
-    disk_read(u) >= disk_read(u-1) + read(u);  disk_read(u) >= disk_written(u-D) + read(u)
+    disk_read(u) >= disk_read(u-1) + read_lost(u-1) + read(u);  disk_read(u) >= disk_written(u-D) + read(u)
     updated(u) >= disk_read(u) + update(u) on_worker(u)
-    disk_written(u) >= disk_written(u-1) + write(u);  disk_written(u) >= updated(u) + write(u)
-    step >= disk_written(N-1). Rows: `disk_read...(u)`, `disk_write...(u)`.
+    disk_written(u) >= disk_written(u-1) + write_lost(u) + write(u);  disk_written(u) >= updated(u) + write(u)
+    step >= disk_written(N-1). `read_lost(u)`: what the writes of unit u take from reading; `write_lost(u)`: what its
+    reads take from writing. Rows: `disk_read...(u)`, `disk_write...(u)`.
     """
     if not v.disk_read_ms:
         return
     depth = problem.nvme_slots
+    before_read: Expression = 0
+    before_write: Expression = 0
     for u, cost in enumerate(problem.units):
-        states, weights = cost.rest_state_bytes, cost.weight_bytes
-        homes = v.homes["nvme_states"][u], v.homes["nvme"][u]
-        read = ms(problem.nvme_read_s(states)) * homes[0] + ms(problem.nvme_read_s(states + weights)) * homes[1]
-        write = ms(problem.nvme_write_s(states)) * homes[0] + ms(problem.nvme_write_s(states + weights)) * homes[1]
-        before_read = v.disk_read_ms[u - 1] if u else 0
+        moved = nvme_mib(cost, v, u)
+        written = moved if cost.num_trainable else 0
+        read, write = ms(problem.nvme_read_s(MIB)) * moved, ms(problem.nvme_write_s(MIB)) * written
         model.addConstr(v.disk_read_ms[u] >= before_read + read, name=name("disk_read_order", u))
         if u >= depth:
             free = v.disk_written_ms[u - depth]
             model.addConstr(v.disk_read_ms[u] >= free + read, name=name("disk_read_slot", u))
         update = worker_ms(problem, v, u)
         model.addConstr(v.updated_ms[u] >= v.disk_read_ms[u] + update, name=name("update_disk", u))
-        if not cost.num_trainable:
-            write = 0
-        before_write = v.disk_written_ms[u - 1] if u else 0
+        before_write = before_write + ms(problem.nvme_write_delay_s(MIB)) * moved
         model.addConstr(v.disk_written_ms[u] >= before_write + write, name=name("disk_write_order", u))
         model.addConstr(v.disk_written_ms[u] >= v.updated_ms[u] + write, name=name("disk_write", u))
+        before_read = v.disk_read_ms[u] + ms(problem.nvme_read_delay_s(MIB)) * written
+        before_write = v.disk_written_ms[u]
     model.addConstr(v.step_ms >= v.disk_written_ms[-1], name="disk_write_end")
 
 

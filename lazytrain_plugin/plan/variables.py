@@ -177,6 +177,8 @@ def kinds_of_use(problem: PlacementProblem, v: Variables) -> dict[str, list[Colu
         "sends": [v.sends(u) if trains[u] else 0 for u in units],
         "passing": [v.streams_states(u) for u in units],
         "boundary_cpu": list(v.boundary_on_cpu),
+        "nvme": [v.on_nvme(u) for u in units],
+        "nvme_weights": list(v.homes["nvme"]),
     }
     for activations, tier in dict.fromkeys(choice for choices in v.saved for choice in choices):
         if tier != Tier.GPU:

@@ -70,6 +70,10 @@ class HardwareProfile:
     """Space that may be used on disk; 0: no NVMe tier."""
     nvme_read_bytes_per_s: float = 0.0
     nvme_write_bytes_per_s: float = 0.0
+    nvme_read_shared_bytes_per_s: float = 0.0
+    """While as much waits to be written; 0: not known, half of the rate alone is taken, as of a disk that takes turns.
+    """
+    nvme_write_shared_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

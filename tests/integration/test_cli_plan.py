@@ -211,10 +211,13 @@ def test_profiles(lazytrain, config_7b, tmp_path, monkeypatch):
 def test_a_disk_is_measured_through_the_tier(lazytrain, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(measure_nvme, "REGION_BYTES", 8 * 2**20)
+    monkeypatch.setattr(measure_nvme, "TOGETHER_S", 0.2)
     result = lazytrain("profile", "--nvme-path", tmp_path, "--json")
     assert result.exit_code == 0, result.output
     machine = HardwareProfile.from_json(result.stdout)
     assert machine.nvme_bytes > 0 and machine.nvme_read_bytes_per_s > 1e6 and machine.nvme_write_bytes_per_s > 1e6
+    assert 1e5 < machine.nvme_read_shared_bytes_per_s <= machine.nvme_read_bytes_per_s
+    assert 1e5 < machine.nvme_write_shared_bytes_per_s <= machine.nvme_write_bytes_per_s
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"]  # nothing is left behind
     assert "leave out the model" in lazytrain("profile", "m.json", "--nvme-path", tmp_path).stderr
 

@@ -151,3 +151,21 @@ def test_noise_is_reproducible_and_only_delays():
     noisy = [step_s(problem, noise_frac=0.2, seed=seed) for seed in (1, 1, 2)]
     assert noisy[0] == noisy[1] != noisy[2]
     assert all(quiet < value <= 1.2 * quiet + 1e-9 for value in noisy)
+
+
+@pytest.mark.parametrize(("shared", "seconds"), [(0.5, 6 * 4 + 6 * 2), (1.0, 6 * 4), (0.75, 6 * 4 + 6 * 2 / 3)])
+def test_reads_and_writes_share_a_disk(shared, seconds):
+    # Per unit 4 s of reading and 2 s of writing: one after the other, fully side by side, or in between. While the disk
+    # writes, in 2 / 0.75 s, a quarter of its reading is lost: 2 / 3 s.
+    base, unit = timed(6, forward=0.0), timed(6, forward=0.0).units[0]
+    staged = unit.rest_state_bytes
+    rates = {"read": staged / 4.0, "write": staged / 2.0}
+    problem = replace(
+        base,
+        nvme_slots=4,
+        **{f"nvme_{name}_bytes_per_s": rate for name, rate in rates.items()},
+        **{f"nvme_{name}_shared_bytes_per_s": shared * rate for name, rate in rates.items()},
+    )
+    plan = leanest_plan(problem)
+    on_disk = replace(plan, units=tuple(replace(unit, states=Tier.NVME) for unit in plan.units), nvme_slots=4)
+    assert simulate(problem, on_disk, steps=6).step_s == pytest.approx(seconds, rel=1e-6)

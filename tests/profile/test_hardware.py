@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import GIB
 from tests.plan import builders
 
-FILES = sorted((Path(__file__).parents[2] / "configs" / "hardware").glob("*.json"))
+HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
+FILES = sorted(HARDWARE.glob("*.json"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -61,3 +64,12 @@ def test_other_files_are_refused(text):
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="can't be read"):
         HardwareProfile.load(tmp_path / "none.json")
+
+
+def test_a_disk_whose_shared_rates_are_not_known_takes_turns():
+    raw = json.loads((HARDWARE / "h100_1x.json").read_text())
+    del raw["nvme_read_shared_bytes_per_s"], raw["nvme_write_shared_bytes_per_s"]
+    machine = HardwareProfile.from_json(json.dumps(raw))
+    problem = build_problem(builders.model(2), machine, PlanRequest(max_tokens=8))
+    assert problem.nvme_read_delay_s(1e9) == pytest.approx(problem.nvme_write_s(1e9))
+    assert problem.nvme_write_delay_s(1e9) == pytest.approx(problem.nvme_read_s(1e9))
