@@ -147,7 +147,8 @@ class UnitHome(HomeStates):
 
     def fits(self, plan: UnitPlan) -> bool:
         """Whether `plan` asks for this very home (what is kept between forward and backward is not part of it)."""
-        same = {name: getattr(plan, name) for name in ("activations", "boundary", "saved", "reason")}
+        kept = ("activations", "boundary", "saved", "saved_bits", "boundary_bits", "reason")
+        same = {name: getattr(plan, name) for name in kept}
         return replace(self.plan, **same) == plan
 
     # What the update works on.

@@ -270,6 +270,34 @@ def test_a_graph_can_be_differentiated_twice(device, activations):
         assert torch.equal(second[name], gradient), name
 
 
+@devices
+def test_bits_change_between_two_steps(device):
+    """Other bits by prices measured in the run: the same homes, and from the next forward on the new bits."""
+    ids, more = batches(2, device)
+    model, again = layered().to(device), layered().to(device)
+    narrow, wide = (plan_coded(model, device, Activations.MATMULS, *bits) for bits in ((4, 4), (6, 8)))
+    executor = make_executor(model, narrow, device=device)
+    homes, found, deliver = [unit.home for unit in executor.units], {}, executor.deliver
+
+    def delivering(unit, pairs):
+        found.update({target.name: gradient.detach().clone() for target, gradient in pairs})
+        deliver(unit, pairs)
+
+    for batch, plan in ((ids, narrow), (more, wide)):
+        if executor.plan is not plan:
+            executor.place(plan)
+            again.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        executor.deliver = delivering
+        executor.begin_forward()
+        Model.loss(model, batch).backward()
+        executor.step(1.0)
+        executor.flush()
+    assert [unit.home for unit in executor.units] == homes
+    executor.close()
+    _, expected = gradients(again, device, wide, more)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
 class SavesTwice(nn.Module):
     """One value is saved by two operators, as views of other shapes; memory of a value that died is used again."""
 
