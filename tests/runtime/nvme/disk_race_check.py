@@ -26,7 +26,7 @@ def install_disk(check: RaceCheck, patch) -> None:
         if isinstance(keep, HostBuffer):
             name = f"disk request {next(numbers)}"
             what = f"{kind.name.lower()} of {self.what}"
-            check.access(keep._bytes[: nbytes or self.nbytes], writes=kind == Kind.READ, what=what, by=name)
+            check.access(keep._bytes[first : nbytes or self.nbytes], writes=kind == Kind.READ, what=what, by=name)
             ended[id(job)] = (job, check.snapshot(name))
         return job
 
