@@ -21,8 +21,8 @@ def install_disk(check: RaceCheck, patch) -> None:
     """What those knew who gave a staging buffer back."""
     numbers = itertools.count()
 
-    def checked_start(self, kind, address, keep, nbytes=None, **options):
-        job = start(self, kind, address, keep, nbytes, **options)
+    def checked_start(self, kind, address, keep, nbytes=None, *, first=0):
+        job = start(self, kind, address, keep, nbytes, first=first)
         if isinstance(keep, HostBuffer):
             name = f"disk request {next(numbers)}"
             what = f"{kind.name.lower()} of {self.what}"
