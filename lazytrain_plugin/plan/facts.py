@@ -8,6 +8,8 @@ from lazytrain_plugin.plan.accounting import (
     again_s,
     exchange_s,
     is_streamed,
+    nvme_slot_bytes,
+    nvme_staged_bytes,
     offloaded_bytes,
     sends_gradients,
     unit_bytes,
@@ -29,7 +31,7 @@ class Facts:
     unit: UnitPlan
     """Kept so that its identity stays its own."""
     is_known: bool
-    """Everything rests on the GPU or the host, and one rank updates it; else `simulate` and `account` are asked."""
+    """No activations on NVMe, and no streamed update that ranks divide; else `simulate` and `account` are asked."""
     updates: int
     streamed: bool
     sends: bool
@@ -62,10 +64,20 @@ class Facts:
     gradient_bytes: int
     workspace_bytes: int
     state_slot_bytes: int
+    rest_nvme: int
+    nvme_slot_bytes: int
+    stage_s: float
+    """Reading what an update needs from NVMe, and what writing loses by that; 0: nothing rests there."""
+    stage_lost_s: float
+    write_s: float
+    write_lost_s: float
+    fetch_s: float
+    """Reading weights for a computation; 0: they rest elsewhere."""
+    fetch_lost_s: float
 
 
 def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts:
-    tiers = (unit.weights, unit.states, unit.gradient_tier, unit.boundary, unit.saved)
+    activations = {unit.boundary, unit.saved} <= {Tier.GPU, Tier.CPU}
     streamed, sends, offloaded = is_streamed(unit), sends_gradients(cost, unit), offloaded_bytes(cost, unit)
     rest = unit_bytes(cost, unit)
     updates = ON_WORKER
@@ -78,9 +90,10 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
     delay_s = problem.update_delay_s(offloaded)
     leaving_bytes = cost.streamed_out_bytes + (cost.weight_bytes if streamed else 0)
     on_gpu = unit.boundary == Tier.GPU
+    staged, fetched = nvme_staged_bytes(cost, unit), cost.weight_bytes if unit.weights == Tier.NVME else 0
     return Facts(
         unit=unit,
-        is_known=set(tiers) <= {Tier.GPU, Tier.CPU} and not updates_meet_at_home(cost, unit),
+        is_known=activations and not updates_meet_at_home(cost, unit),
         updates=updates,
         streamed=streamed,
         sends=sends,
@@ -110,4 +123,12 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         gradient_bytes=cost.gradient_bytes,
         workspace_bytes=workspace_bytes(cost, unit),
         state_slot_bytes=cost.state_slot_bytes if unit.streams_states else 0,
+        rest_nvme=rest["nvme"],
+        nvme_slot_bytes=nvme_slot_bytes(cost, unit),
+        stage_s=problem.nvme_read_s(staged),
+        stage_lost_s=problem.nvme_write_delay_s(staged),
+        write_s=problem.nvme_write_s(staged),
+        write_lost_s=problem.nvme_read_delay_s(staged),
+        fetch_s=problem.nvme_read_s(fetched, each=True),
+        fetch_lost_s=problem.nvme_write_delay_s(fetched, each=True),
     )

@@ -3,7 +3,7 @@
 Searching spends nearly all of its time in judging plans that differ in a unit or two. Here what a unit's decisions mean
 is looked up once (plan/facts.py), and the replay is one loop over numbers, without names, events or noise. It gives
 the very numbers of `simulate` and `account`, bit for bit (tests/plan/test_replay.py); where a plan has what it does not
-know (a disk, dropped inputs, updates that ranks divide, no GPU), it asks them.
+know (activations on NVMe, dropped inputs, updates that ranks divide, no GPU), it asks them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Judge:
         problem, num_units = self.problem, len(plan.units)
         units, stem = facts[:num_units], facts[num_units:]
         num_streamed = slot = ring = gradient_slot = input_bytes = saved_bytes = offloaded = 0
-        rest_gpu = rest_cpu = state_slot = 0
+        rest_gpu = rest_cpu = rest_nvme = state_slot = staging = num_staged = 0
         for fact in units:
             if fact.streamed:
                 num_streamed += 1
@@ -106,6 +106,10 @@ class Judge:
             rest_cpu += fact.rest_cpu
             if fact.state_slot_bytes > state_slot:
                 state_slot = fact.state_slot_bytes
+            if fact.nvme_slot_bytes:
+                rest_nvme += fact.rest_nvme
+                num_staged += 1
+                staging = max(staging, fact.nvme_slot_bytes)
         rest_gpu += min(plan.weight_slots, num_streamed + 1) * slot
         # The windows of `accounting.windows`, from the loss backwards.
         head = sum(self._head_bytes(stem, always=True))
@@ -131,10 +135,12 @@ class Judge:
         gpu = rest_gpu + plan.state_slots * state_slot + problem.exchange_bytes + ring + fullest
         gpu += problem.gpu_reserve_bytes
         cpu = rest_cpu + problem.cpu_reserve_bytes
+        cpu += problem.local_ranks * min(plan.nvme_slots, num_staged) * staging
         if problem.evaluation_bytes:
             evaluation = reserved_bytes(passing=problem.evaluation_bytes)
             gpu = max(gpu, rest_gpu + problem.gpu_reserve_bytes + evaluation)
-        return {"gpu": gpu, "cpu": cpu + max(problem.local_ranks * offloaded, problem.save_bytes)}
+        need = {"gpu": gpu, "cpu": cpu + max(problem.local_ranks * offloaded, problem.save_bytes)}
+        return need | {"nvme": rest_nvme} if rest_nvme else need
 
     def _head_bytes(self, stem: list[Facts], *, always: bool):
         """As `accounting._head_gradient_bytes`."""
@@ -209,6 +215,9 @@ class _Replay:
         self.states_back_s = 0.0
         self.crossing: deque[tuple[float, float]] = deque()
         self.activation_slots = plan.activation_slots
+        self.read_s = self.write_s = 0.0
+        self.written_s = [0.0] * count
+        self.disk: deque[float] = deque([0.0] * plan.nvme_slots, maxlen=plan.nvme_slots)
 
     def updates(self, order: list[tuple[int, Facts]], step_s: float) -> None:
         slots, weight_s, on_worker = self.slots, self.weight_s, False
@@ -230,10 +239,23 @@ class _Replay:
         worker_s = self.worker_s
         for place, fact in order:
             if fact.updates == ON_WORKER:
-                worker_s = weight_s[place] = max(worker_s, step_s, self.gradient_s[place]) + fact.update_s
+                ready_s = step_s
+                if fact.stage_s:
+                    ready_s = self._read(place, step_s, fact.stage_s, fact.stage_lost_s)
+                worker_s = weight_s[place] = max(worker_s, ready_s, self.gradient_s[place]) + fact.update_s
+                if fact.stage_s:
+                    self.write_s = self.written_s[place] = max(self.write_s, worker_s) + fact.write_s
+                    self.read_s += fact.write_lost_s
+                    self.disk.append(self.write_s)
             elif fact.delay_s:
                 worker_s = max(worker_s, step_s) + fact.delay_s
         self.worker_s = worker_s
+
+    def _read(self, place: int, after_s: float, duration_s: float, lost_s: float) -> float:
+        """From NVMe."""
+        end_s = self.read_s = max(self.read_s, after_s, self.disk[0], self.written_s[place]) + duration_s
+        self.write_s += lost_s
+        return end_s
 
     def forward(self, first, last, loss, *, fresh: bool) -> None:
         weight_s = self.weight_s
@@ -245,7 +267,7 @@ class _Replay:
         end_s = max((weight_s[place] for place, _ in first), default=0.0)
         for place, fact in enumerate(self.units):
             if fact.streamed:
-                ready_s = self._weights_arrive(place, fact)
+                ready_s = self._weights_arrive(place, fact, fresh=fresh)
             else:
                 if fresh and fact.updates == ON_WORKER:
                     self.h2d_s = weight_s[place] = max(self.h2d_s, weight_s[place]) + fact.weights_s
@@ -275,7 +297,7 @@ class _Replay:
             end_s = self._deliver(place, fact, end_s)
         for place in range(len(self.units) - 1, -1, -1):
             fact = self.units[place]
-            arrived_s = self._weights_arrive(place, fact) if fact.streamed else self.weight_s[place]
+            arrived_s = self._weights_arrive(place, fact, fresh=False) if fact.streamed else self.weight_s[place]
             ready_s = end_s if end_s > arrived_s else arrived_s
             if fact.leaves:
                 start_s = max(self.h2d_s, self.offloaded_s[place], returning[0])
@@ -295,12 +317,18 @@ class _Replay:
             end_s = self._deliver(place, fact, end_s)
         return end_s
 
-    def _weights_arrive(self, place: int, fact: Facts) -> float:
+    def _weights_arrive(self, place: int, fact: Facts, *, fresh: bool) -> float:
         slots = self.slots
         if place in slots:
             return 0.0
         slot_s = self.free_slots.pop(0) if self.free_slots else slots.pop(next(iter(slots)))
-        self.h2d_s = max(self.h2d_s, slot_s, self.weight_s[place]) + fact.weights_s
+        ready_s = self.weight_s[place]
+        fetches = fact.fetch_s and not (fresh and fact.updates != FROZEN)
+        if fetches:
+            ready_s = self._read(place, ready_s, fact.fetch_s, fact.fetch_lost_s)
+        self.h2d_s = max(self.h2d_s, slot_s, ready_s) + fact.weights_s
+        if fetches:
+            self.disk.append(self.h2d_s)
         return self.h2d_s
 
     def _used_slot(self, place: int, end_s: float) -> None:

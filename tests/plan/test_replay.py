@@ -54,6 +54,7 @@ def random_plan(problem, draw):
         gradient_slots=draw.choice((1, 2, 4)),
         state_slots=draw.choice((1, 2, 3)),
         activation_slots=draw.choice((1, 2)),
+        nvme_slots=draw.choice((1, 2, 3)),
     )
 
 
@@ -97,10 +98,21 @@ PROBLEMS = {
     "frozen units": lambda: small_problem(1, frozen=(0, 3)),
     "a disk": lambda: small_problem(
         1,
+        frozen=(2,),
         capabilities=Capabilities.everything(),
         nvme_bytes=GIB,
         nvme_read_bytes_per_s=2e8,
         nvme_write_bytes_per_s=2e8,
+    ),
+    "a disk of full duplex, accumulated": lambda: small_problem(
+        2,
+        capabilities=replace(Capabilities.everything(), streamed_states=False),
+        local_ranks=2,
+        nvme_bytes=GIB,
+        nvme_read_bytes_per_s=4e8,
+        nvme_write_bytes_per_s=1e8,
+        nvme_read_shared_bytes_per_s=4e8,
+        nvme_write_shared_bytes_per_s=1e8,
     ),
     "no GPU": lambda: small_problem(1, gpu_gib=0, capabilities=Capabilities(strategies=frozenset(Activations))),
 }
