@@ -19,6 +19,7 @@ from lazytrain_plugin.integration.checkpoint import (
     save_checkpoint,
 )
 from lazytrain_plugin.integration.checkpoint_folder import read_latest
+from lazytrain_plugin.integration.read_together import read_by_first
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.state import TrainState
 
@@ -49,10 +50,9 @@ class CheckpointMixin:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         save = functools.partial(
             save_checkpoint,
-            self.lazytrain,
-            self.module,
-            save_dir,
-            str(tag) if tag is not None else f"global_step{self.global_steps}",
+            module=self.module,
+            save_dir=save_dir,
+            tag=str(tag) if tag is not None else f"global_step{self.global_steps}",
             counters={name: getattr(self, name) for name in COUNTERS},
             param_groups=self._hyperparameter_groups(),
             ds_config=self.config,
@@ -63,8 +63,11 @@ class CheckpointMixin:
             exclude_frozen_parameters=exclude_frozen_parameters,
             save_latest=save_latest,
         )
-        # The first rank writes; it sees what all of them have.
-        together(self.lazytrain, lambda ranks: save() if ranks is None else ranks.from_first(save, "saving"))
+        # The first rank writes; it sees what all of them have, or asks for it.
+        together(
+            self.lazytrain,
+            lambda ranks: save(self.lazytrain) if ranks is None else read_by_first(self.lazytrain, ranks, save),
+        )
         return True
 
     def load_checkpoint(

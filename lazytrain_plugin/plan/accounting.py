@@ -89,10 +89,13 @@ def unit_bytes(cost: UnitCost, unit: UnitPlan) -> dict[str, int]:
     rest[unit.weights] += cost.weight_bytes
     if not cost.num_trainable:
         return rest
-    rest[unit.states] += cost.rest_state_bytes
     # Sums over micro-batches rest where the gradients do.
     off_gpu = Tier.NVME if unit.gradients == Tier.NVME else Tier.CPU
-    rest[Tier.GPU if unit.states == Tier.GPU else off_gpu] += cost.accumulator_bytes
+    if unit.states == Tier.GPU:
+        rest[Tier.GPU] += cost.resident_state_bytes
+    else:
+        rest[unit.states] += cost.rest_state_bytes
+        rest[off_gpu] += cost.accumulator_bytes
     if sends_gradients(cost, unit):
         rest[off_gpu] += cost.gradient_rest_bytes
     if unit.weights == Tier.GPU and (unit.updater == Updater.CPU or updates_meet_at_home(cost, unit)):
@@ -116,10 +119,9 @@ def sends_gradients(cost: UnitCost, unit: UnitPlan) -> bool:
     return unit.states != Tier.GPU and cost.num_trainable > 0
 
 
-def exchange_s(cost: UnitCost, unit: UnitPlan) -> float:
-    """What one micro-batch's gradients take to meet those of other ranks; means are gathered where every rank updates
-    the whole unit."""
-    return cost.exchange_s + (0.0 if sends_gradients(cost, unit) else cost.gather_s)
+def takes_gradient_slot(cost: UnitCost, unit: UnitPlan) -> bool:
+    """The gradients leave where autograd made them: off the GPU, or for those of other ranks."""
+    return cost.num_trainable > 0 and (unit.states != Tier.GPU or cost.ranks > 1)
 
 
 def offloaded_bytes(cost: UnitCost, unit: UnitPlan, tiers: Sequence[Tier] = (Tier.CPU, Tier.NVME)) -> int:
@@ -235,13 +237,13 @@ def windows(problem: PlacementProblem, plan: PlacementPlan) -> Iterator[Window]:
     ]
     yield Window(sum(on_gpu), sum(saved), 0, problem.loss_bytes, "logits and loss")
 
-    slot = max((cost.gradient_bytes for cost, unit in pairs if sends_gradients(cost, unit)), default=0)
+    slot = max((cost.gradient_bytes for cost, unit in pairs if takes_gradient_slot(cost, unit)), default=0)
     head = sum(_head_gradient_bytes(problem, plan, always=True))
     resting = 0
     inputs, kept = sum(on_gpu), sum(saved)
     found, widest = _found_again(problem, plan)
     for later, (u, (cost, unit)) in enumerate(reversed(list(enumerate(pairs)))):
-        own = 0 if sends_gradients(cost, unit) else cost.gradient_bytes
+        own = 0 if sends_gradients(cost, unit) else cost.resident_gradient_bytes
         if not problem.has_accumulation:
             resting += own
             own = 0
@@ -276,10 +278,12 @@ def _head_gradient_bytes(problem: PlacementProblem, plan: PlacementPlan, *, alwa
     for cost, unit in zip(problem.stem, plan.stem):
         if problem.tied and cost.role == UnitRole.EMBEDDING:
             yield cost.gradient_bytes if always else 0
-        elif cost.role == UnitRole.HEAD and sends_gradients(cost, unit):
-            yield 0 if always else cost.gradient_bytes
-        elif cost.role == UnitRole.HEAD and not problem.has_accumulation:
-            yield cost.gradient_bytes if always else 0
+        elif cost.role == UnitRole.HEAD:
+            leaves, stays = takes_gradient_slot(cost, unit), not sends_gradients(cost, unit)
+            if always:
+                yield cost.resident_gradient_bytes if stays and not problem.has_accumulation else 0
+            else:
+                yield cost.gradient_bytes if leaves else 0
 
 
 def _offloaded_to(pairs: Sequence[tuple[UnitCost, UnitPlan]], tier: Tier) -> int:

@@ -59,7 +59,7 @@ def add_saving_order(model: highspy.Highs, problem: PlacementProblem, v: Variabl
 def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """A slot holds the largest unit that uses it (Eq. 4). Rows: `weight_slot(u)`, `gradient_slot(u)`, ... In MiB.
 
-    weight_slot >= weights(u) streamed(u);  gradient_slot >= gradients(u) sends(u)
+    weight_slot >= weights(u) streamed(u);  gradient_slot >= gradients(u) sends(u), with several ranks gradients(u)
     state_slot >= chunk(u) streams_states(u), of all states and fp32 gradients 256 MiB at most
     activation_slot >= what leaves the GPU of u;  nvme_slot >= what a rank stages of u.
     The same with the smallest unit and uses(kind), which holds for fractions of units too. Rows: `slot_of(kind)`.
@@ -68,7 +68,8 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
     for u, cost in enumerate(problem.units):
         model.addConstr(v.weight_slot_mib >= mib(cost.weight_bytes) * v.streamed(u), name=name("weight_slot", u))
         if cost.num_trainable:
-            model.addConstr(v.gradient_slot_mib >= mib(cost.gradient_bytes) * v.sends(u), name=name("gradient_slot", u))
+            takes = 1 if cost.ranks > 1 else v.sends(u)
+            model.addConstr(v.gradient_slot_mib >= mib(cost.gradient_bytes) * takes, name=name("gradient_slot", u))
         if not _is_zero(v.streams_states(u)):
             states = mib(cost.state_slot_bytes) * v.streams_states(u)
             model.addConstr(v.state_slot_mib >= states, name=name("state_slot", u))
@@ -168,7 +169,7 @@ def add_backward_capacity(model: highspy.Highs, problem: PlacementProblem, v: Va
     resting: Expression = 0.0
     gradients: list[Expression] = []
     for u in reversed(range(last + 1)):
-        own = mib(problem.units[u].gradient_bytes) * v.homes["resident"][u]
+        own = mib(problem.units[u].resident_gradient_bytes) * v.homes["resident"][u]
         resting = own if problem.has_accumulation else resting + own
         going = (1 + min(problem.gradient_slots - 1, last - u)) * v.gradient_slot_mib
         head = _head_gradient_mib(problem, v, on_its_way=last - u < problem.gradient_slots - 1)
@@ -262,7 +263,7 @@ def _add_device_row(
     rest: Expression = problem.weight_slots * v.weight_slot_mib
     for u, cost in enumerate(problem.units):
         weights = mib(cost.weight_bytes)
-        states = mib(cost.rest_state_bytes + cost.accumulator_bytes)
+        states = mib(cost.resident_state_bytes)
         rest = rest + (weights + states) * v.homes["resident"][u]
         rest = rest + weights * (v.homes["mirror"][u] + v.homes["mirror_update"][u])
     if trains:
@@ -270,8 +271,7 @@ def _add_device_row(
         lasting = lasting + problem.activation_slots * v.activation_slot_mib
     if problem.has_gpu:
         for s, cost in enumerate(problem.stem):
-            states = mib(cost.rest_state_bytes + cost.accumulator_bytes)
-            rest = rest + mib(cost.weight_bytes) + states * v.stem_on_gpu[s]
+            rest = rest + mib(cost.weight_bytes) + mib(cost.resident_state_bytes) * v.stem_on_gpu[s]
         budget = problem.gpu_budget_bytes - problem.gpu_reserve_bytes
     else:
         ranks = problem.local_ranks
@@ -290,8 +290,8 @@ def _head_gradient_mib(problem: PlacementProblem, v: Variables, *, on_its_way: b
             total = total + mib(cost.gradient_bytes)
         elif cost.role == UnitRole.HEAD:
             stays = 0 if problem.has_accumulation else v.stem_on_gpu[s]
-            leaves = (1 - v.stem_on_gpu[s]) if on_its_way else 0
-            total = total + mib(cost.gradient_bytes) * (stays + leaves)
+            leaves = (1 if cost.ranks > 1 else 1 - v.stem_on_gpu[s]) if on_its_way else 0
+            total = total + mib(cost.resident_gradient_bytes) * stays + mib(cost.gradient_bytes) * leaves
     return total
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from lazytrain_plugin.plan.accounting import (
     again_s,
-    exchange_s,
     is_streamed,
     nvme_slot_bytes,
     nvme_staged_bytes,
     offloaded_bytes,
     sends_gradients,
+    takes_gradient_slot,
     unit_bytes,
     updates_meet_at_home,
     workspace_bytes,
@@ -47,6 +47,7 @@ class Facts:
     """With the recompute."""
     meets_s: float
     """Of its gradients with those of other ranks."""
+    gather_s: float
     send_s: float
     add_s: float
     gpu_update_s: float
@@ -62,6 +63,8 @@ class Facts:
     input_bytes: int
     saved_bytes: int
     gradient_bytes: int
+    takes_slot: bool
+    resting_gradient_bytes: int
     workspace_bytes: int
     state_slot_bytes: int
     rest_nvme: int
@@ -105,15 +108,16 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         leave_s=problem.d2h_s(offloaded),
         return_s=problem.h2d_s(offloaded),
         backward_s=again_s(cost, unit) + cost.backward_s,
-        meets_s=exchange_s(cost, unit),
+        meets_s=cost.exchange_s,
+        gather_s=cost.gather_s,
         send_s=cost.gradient_d2h_s,
         add_s=cost.accumulate_s,
-        gpu_update_s=cost.gpu_update_s,
+        gpu_update_s=cost.own_update_s,
         chunks=cost.state_chunks,
         in_s=problem.h2d_s(cost.streamed_in_bytes) / cost.state_chunks,
         out_s=problem.d2h_s(leaving_bytes) / cost.state_chunks,
-        passing_update_s=cost.streamed_update_s,
-        chunk_update_s=cost.streamed_update_s / cost.state_chunks,
+        passing_update_s=cost.own_update_s,
+        chunk_update_s=cost.own_update_s / cost.state_chunks,
         rest_gpu=rest["gpu"],
         rest_cpu=rest["cpu"],
         weight_bytes=cost.weight_bytes if streamed else 0,
@@ -121,6 +125,8 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         input_bytes=cost.boundary_bytes_in(unit.boundary_bits) if on_gpu else 0,
         saved_bytes=cost.saved_bytes(unit.activations, unit.saved_bits) if unit.saved == Tier.GPU else 0,
         gradient_bytes=cost.gradient_bytes,
+        takes_slot=takes_gradient_slot(cost, unit),
+        resting_gradient_bytes=0 if sends else cost.resident_gradient_bytes,
         workspace_bytes=workspace_bytes(cost, unit),
         state_slot_bytes=cost.state_slot_bytes if unit.streams_states else 0,
         rest_nvme=rest["nvme"],

@@ -90,7 +90,7 @@ def _passing_levels(problem: PlacementProblem, plan: PlacementPlan, events: Sequ
     inputs, saved = _forward_bytes(problem, plan)
     # With sums over micro-batches nothing rests here but those, which stand in the ledger.
     resting = {
-        name: cost.gradient_bytes
+        name: cost.resident_gradient_bytes
         for name, cost in costs.items()
         if cost.num_trainable and not sends_gradients(cost, plans[name]) and not problem.has_accumulation
     }

@@ -22,12 +22,12 @@ def set_objective(model: highspy.Highs, problem: PlacementProblem, v: Variables)
     for u, cost in enumerate(problem.units):
         weights, states = mib(cost.weight_bytes), mib(cost.rest_state_bytes)
         held = held + saved_mib(cost, v, u, Tier.GPU)
-        held = held + (weights + mib(cost.state_bytes)) * v.homes["resident"][u]
+        held = held + (weights + mib(cost.resident_state_bytes + cost.resident_gradient_bytes)) * v.homes["resident"][u]
         moved = moved + 2 * weights * v.streamed(u) + weights * v.homes["mirror"][u]
         moved = moved + 2 * states * v.streams_states(u) + 2 * offloaded_mib(cost, v, u)
         moved = moved + NVME_WEAR * states * v.on_nvme(u) + NVME_WEAR * weights * v.homes["nvme"][u]
     for s, cost in enumerate(problem.stem):
-        held = held + mib(cost.state_bytes) * v.stem_on_gpu[s]
+        held = held + mib(cost.resident_state_bytes + cost.resident_gradient_bytes) * v.stem_on_gpu[s]
         moved = moved + 2 * mib(cost.rest_state_bytes) * v.stem_streams[s]
     # `minimize` would solve at once.
     model.setObjective(v.step_ms + TIE_MS_PER_MIB * (held + moved), highspy.ObjSense.kMinimize)

@@ -35,7 +35,7 @@ def _with_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> U
     elif not cost.num_trainable:
         place = "frozen, on the GPU: no states"
     elif unit.updater == Updater.GPU:
-        gpu_bytes = format_bytes(rest["gpu"] + cost.gradient_bytes)
+        gpu_bytes = format_bytes(rest["gpu"] + cost.resident_gradient_bytes)
         place = f"on the GPU ({gpu_bytes}): spares its copies and {update_ms:.0f} ms of CPU update"
     else:
         place = f"states on the CPU: {states} of GPU memory are worth more elsewhere"

@@ -97,7 +97,7 @@ class Judge:
             if fact.offloaded:
                 offloaded += fact.offloaded
                 ring = max(ring, fact.offloaded)
-            if fact.sends and fact.gradient_bytes > gradient_slot:
+            if fact.takes_slot and fact.gradient_bytes > gradient_slot:
                 gradient_slot = fact.gradient_bytes
             input_bytes += fact.input_bytes
             saved_bytes += fact.saved_bytes
@@ -121,8 +121,8 @@ class Judge:
             window = passing + fact.workspace_bytes + (1 + (later if later < rings else rings)) * gradient_slot
             if not fact.sends:
                 if stays:
-                    passing += fact.gradient_bytes
-                window += fact.gradient_bytes
+                    passing += fact.resting_gradient_bytes
+                window += fact.resting_gradient_bytes
             if later < rings:
                 window += leaving_head
             window = reserved_bytes(lasting=lasting, passing=window)
@@ -147,10 +147,10 @@ class Judge:
         for cost, fact in zip(self.problem.stem, stem):
             if self.problem.tied and cost.role == UnitRole.EMBEDDING:
                 yield cost.gradient_bytes if always else 0
-            elif cost.role == UnitRole.HEAD and fact.sends:
-                yield 0 if always else cost.gradient_bytes
-            elif cost.role == UnitRole.HEAD and not self.problem.has_accumulation:
-                yield cost.gradient_bytes if always else 0
+            elif cost.role == UnitRole.HEAD and always:
+                yield 0 if self.problem.has_accumulation else fact.resting_gradient_bytes
+            elif cost.role == UnitRole.HEAD:
+                yield cost.gradient_bytes if fact.takes_slot else 0
 
     def _facts_of(self, plan: Judged) -> list[Facts] | None:
         """Of all units and the stem; None where `simulate` and `account` must be asked."""
@@ -232,6 +232,8 @@ class _Replay:
                 weight_s[place] = step_s
             elif updates == ON_GPU:
                 self.compute_s = weight_s[place] = max(self.compute_s, step_s) + fact.gpu_update_s
+                if fact.gather_s:
+                    self.exchange_s = weight_s[place] = max(self.exchange_s, weight_s[place]) + fact.gather_s
             else:
                 on_worker = True
         if not on_worker:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 from lazytrain_plugin.plan.accounting import (
     again_s,
-    exchange_s,
     is_streamed,
     nvme_staged_bytes,
     offloaded_bytes,
@@ -111,9 +110,11 @@ class _Step:
                 self.weight_s[cost.name] = step_s  # its update is a part of forward
             elif unit.updater == Updater.GPU:
                 # On the compute stream, at once: short, and no copy to wait for.
-                self.weight_s[cost.name] = self.clock.run(
-                    f"update {cost.name}", Resource.COMPUTE, cost.gpu_update_s, step_s
-                )
+                updated_s = self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.own_update_s, step_s)
+                if cost.gather_s:
+                    # Every rank has updated its part.
+                    updated_s = self.clock.run(f"gather {cost.name}", Resource.EXCHANGE, cost.gather_s, updated_s)
+                self.weight_s[cost.name] = updated_s
             else:
                 updated_on_cpu.add(cost.name)
         for cost, unit in (*self.first, *self.units, *self.last):
@@ -252,8 +253,8 @@ class _Step:
         updated_s, back_s = self._pass_states(cost, cost.weight_bytes if is_streamed(unit) else 0, weights_s)
         self.back_s[cost.name] = back_s
         self.weight_s[cost.name] = back_s if is_streamed(unit) else updated_s
-        computing_s = max(computed_s, updated_s - cost.streamed_update_s)
-        return self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.streamed_update_s, computing_s)
+        computing_s = max(computed_s, updated_s - cost.own_update_s)
+        return self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.own_update_s, computing_s)
 
     def _begin_divided(self, upto: UnitCost) -> None:
         """Divided updates are all launched at `step()`, and run ahead of the copies of weights: this one's and those of
@@ -262,7 +263,7 @@ class _Step:
         while self.divided and self.place[self.divided[0].name] <= last:
             cost = self.divided.popleft()
             _, self.weight_s[cost.name] = self._pass_states(cost, cost.returned_weight_bytes, 0.0)
-            self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.streamed_update_s, 0.0)
+            self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.own_update_s, 0.0)
 
     def _pass_states(self, cost: UnitCost, returned_bytes: int, weights_s: float) -> tuple[float, float]:
         """States come in, are updated, and leave with so many bytes of weights; returns when they are new, and home."""
@@ -275,7 +276,7 @@ class _Step:
         first_s, back_s = None, self.states_back_s
         for _ in range(count):
             here_s = max(here_s, self.states[0]) + in_s
-            updated_s = max(here_s, weights_s) + cost.streamed_update_s / count
+            updated_s = max(here_s, weights_s) + cost.own_update_s / count
             first_s = max(back_s, updated_s) if first_s is None else first_s
             back_s = max(back_s, updated_s) + out_s
             while self.crossing and self.crossing[0][0] < back_s:
@@ -299,7 +300,7 @@ class _Step:
         Those that go home, or meet those of other ranks, take a place, the stem's as the units': with all places taken
         it waits for the oldest.
         """
-        meets_s, sends = exchange_s(cost, unit), sends_gradients(cost, unit)
+        meets_s, sends = cost.exchange_s, sends_gradients(cost, unit)
         if not (meets_s or sends):
             self.gradient_s[cost.name] = computed_s
             return computed_s

@@ -117,8 +117,8 @@ def add_exchange(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
 
     exchanged(u) >= backward(u) + exchange(u);  exchanged(u) >= exchanged(u+1) + exchange(u)
     exchanged(u) >= sent(u+2) + exchange(u) - tail (1 - sends(u)): two means at a time, one on its way home
-    unhidden >= exchanged(embedding) - end. The head's meet first, the embedding's last; `exchange` has the
-    gather of the means where every rank updates the whole unit. Rows: `exchange(u)`, `exchange_order(u)`.
+    unhidden >= exchanged(embedding) - end. The head's meet first, the embedding's last. Rows: `exchange(u)`,
+    `exchange_order(u)`.
     """
     if not problem.exchanges:
         return
@@ -126,23 +126,19 @@ def add_exchange(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
     tail, (early, late) = tail_ms(problem), stem_gradients(problem.stem)
     for s in early:
         cost = problem.stem[s]
-        duration = _exchange_ms(cost, 1 - v.stem_on_gpu[s])
+        duration = ms(cost.exchange_s)
         before = _add_send(model, cost.name, v.stem_exchanged_ms[s], 0, before, duration, kind="exchange")
     for u in reversed(range(len(problem.units))):
-        duration = _exchange_ms(problem.units[u], v.sends(u))
+        duration = ms(problem.units[u].exchange_s)
         before = _add_send(model, u, v.exchanged_ms[u], v.backward_ms[u], before, duration, kind="exchange")
         if u + MEANS < len(problem.units):
             sent = v.gradients_sent_ms[u + MEANS] - tail * (1 - v.sends(u))
             model.addConstr(before >= sent + duration, name=name("exchange_mean", u))
     for s in late:
         cost, computed = problem.stem[s], v.backward_ms[0]
-        duration = _exchange_ms(cost, 1 - v.stem_on_gpu[s])
+        duration = ms(cost.exchange_s)
         before = _add_send(model, cost.name, v.stem_exchanged_ms[s], computed, before, duration, kind="exchange")
     model.addConstr(v.unhidden_ms >= before - v.end_ms, name="unhidden")
-
-
-def _exchange_ms(cost: UnitCost, sends: Expression) -> Expression:
-    return ms(cost.exchange_s + cost.gather_s) - ms(cost.gather_s) * sends
 
 
 def add_gradients(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -311,7 +307,7 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         per_micro = ms(cost.gradient_d2h_s) * v.sends(u) + ms(problem.d2h_s(MIB)) * offloaded_mib(cost, v, u)
         down = down + states + micro_batches * per_micro
         if problem.exchanges:
-            meets = meets + micro_batches * _exchange_ms(cost, v.sends(u))
+            meets = meets + ms(micro_batches * cost.exchange_s) + ms(cost.gather_s) * v.homes["resident"][u]
         moved = nvme_mib(cost, v, u)
         parked = micro_batches * problem.local_ranks * nvme_input_mib(problem, v, u)
         read_mib = read_mib + moved + parked
@@ -321,7 +317,7 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         worker = worker + ms(cost.cpu_update_s) * v.stem_on_worker(s) + ms(micro_batches * cost.accumulate_s) * sends
         down = down + ms(micro_batches * cost.gradient_d2h_s) * sends
         if problem.exchanges:
-            meets = meets + micro_batches * _exchange_ms(cost, sends)
+            meets = meets + ms(micro_batches * cost.exchange_s) + ms(cost.gather_s) * v.stem_on_gpu[s]
         returned = cost.streamed_out_bytes + (cost.returned_weight_bytes if problem.divides_updates else 0)
         down = down + ms(problem.d2h_s(returned)) * v.stem_streams[s]
     read = ms(problem.nvme_read_s(MIB)) * read_mib + ms(problem.nvme_read_delay_s(MIB)) * written_mib

@@ -192,32 +192,45 @@ def add_forward(model: highspy.Highs, problem: PlacementProblem, v: Variables) -
     forward(u) >= forward(u-1) + forward time + gpu_update(u) streams_states(u);  >= forward_weights(u) + the same
     forward(u) >= left(u-L) + forward time: at most L units' activations are on their way off the GPU
     forward(0) >= the embedding's weights, and the GPU's own updates, which run first on the compute stream.
-    loss >= forward(N-1) + loss time;  loss >= the head's weights + loss time. Rows: `forward_order(u)`, ...
+    loss >= forward(N-1) + loss time;  loss >= the head's weights + loss time.
+    forward(u), loss >= the gathers of what ranks have updated on their GPUs, up to u. Rows: `forward_order(u)`, ...
     """
-    gpu_updates = sum(ms(cost.gpu_update_s) * v.homes["resident"][u] for u, cost in enumerate(problem.units)) + sum(
-        ms(cost.gpu_update_s) * v.stem_on_gpu[s] for s, cost in enumerate(problem.stem)
+    gpu_updates = sum(ms(cost.own_update_s) * v.homes["resident"][u] for u, cost in enumerate(problem.units)) + sum(
+        ms(cost.own_update_s) * v.stem_on_gpu[s] for s, cost in enumerate(problem.stem)
     )
+    gathered: Expression = sum(_gather_ms(problem.stem[s], v.stem_on_gpu[s]) for s in stem_indices(problem, first=True))
     first = ms(problem.units[0].forward_s)
     model.addConstr(v.forward_ms[0] >= gpu_updates + first, name="forward_after_gpu_updates")
     for s in stem_indices(problem, first=True):
-        update = ms(problem.stem[s].streamed_update_s) * v.stem_streams[s]
+        update = ms(problem.stem[s].own_update_s) * v.stem_streams[s]
         model.addConstr(
             v.forward_ms[0] >= v.stem_weights_ms[s] + update + first, name=name("forward_stem", problem.stem[s].name)
         )
     for u, cost in enumerate(problem.units):
-        duration = ms(cost.forward_s) + ms(cost.streamed_update_s) * v.streams_states(u)
+        duration = ms(cost.forward_s) + ms(cost.own_update_s) * v.streams_states(u)
         if u:
             model.addConstr(v.forward_ms[u] >= v.forward_ms[u - 1] + duration, name=name("forward_order", u))
         model.addConstr(v.forward_ms[u] >= v.forward_weights_ms[u] + duration, name=name("forward_weights", u))
+        if cost.gather_s:
+            gathered = gathered + _gather_ms(cost, v.homes["resident"][u])
+            model.addConstr(v.forward_ms[u] >= gathered + ms(cost.forward_s), name=name("forward_gathered", u))
         if v.returned_ms and u >= problem.activation_slots:
             slot_free = v.left_ms[u - problem.activation_slots]
             model.addConstr(v.forward_ms[u] >= slot_free + ms(cost.forward_s), name=name("forward_slot", u))
     loss = loss_ms(problem)
     model.addConstr(v.loss_ms >= v.forward_ms[-1] + loss, name="loss_order")
     for s in stem_indices(problem, first=False):
-        update = ms(problem.stem[s].streamed_update_s) * v.stem_streams[s]
+        update = ms(problem.stem[s].own_update_s) * v.stem_streams[s]
         row = name("loss_weights", problem.stem[s].name)
         model.addConstr(v.loss_ms >= v.stem_weights_ms[s] + update + loss, name=row)
+        if problem.stem[s].gather_s:
+            gathered = gathered + _gather_ms(problem.stem[s], v.stem_on_gpu[s])
+            model.addConstr(v.loss_ms >= gathered + loss, name=name("loss_gathered", problem.stem[s].name))
+
+
+def _gather_ms(cost: UnitCost, on_gpu: Expression) -> Expression:
+    """What a unit's updated weights take to come to all ranks of the node."""
+    return ms(cost.gather_s) * on_gpu
 
 
 def add_forward_returns(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -259,7 +272,7 @@ def _add_divided_return(model, problem: PlacementProblem, v: Variables, u: int) 
     """Divided updates don't wait for weights: their states come after those of units before."""
     cost, streams = problem.units[u], v.streams_states(u)
     last_chunk = _states_out_ms(problem, v, u) * (1 / cost.state_chunks)
-    update = ms(cost.streamed_update_s) * streams + last_chunk
+    update = ms(cost.own_update_s) * streams + last_chunk
     before = u - problem.state_slots - 1
     if before >= 0:
         here = v.forward_weights_ms[before] + _states_in_ms(problem, v, u)
@@ -289,8 +302,8 @@ def tail_ms(problem: PlacementProblem) -> float:
     costs = (*problem.units, *problem.stem)
     sends = problem.gradient_slots * max((cost.gradient_d2h_s for cost in problem.units), default=0.0)
     stem = sum(cost.gradient_d2h_s for cost in problem.stem)
-    meeting = problem.gradient_slots * max((cost.exchange_s + cost.gather_s for cost in problem.units), default=0.0)
-    meeting += sum(cost.exchange_s + cost.gather_s for cost in problem.stem)
+    meeting = problem.gradient_slots * max((cost.exchange_s for cost in problem.units), default=0.0)
+    meeting += sum(cost.exchange_s for cost in problem.stem)
     return ms(sends + stem + meeting + sum(cost.accumulate_s for cost in costs))
 
 

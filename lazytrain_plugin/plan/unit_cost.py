@@ -87,7 +87,7 @@ class UnitCost:
     network_s: float = 0.0
     """Between nodes alone."""
     gather_s: float = 0.0
-    """What every rank's part takes to come to all ranks of the node."""
+    """What every rank's part of updated weights takes to come to all ranks of the node."""
     ranks: int = 1
     """Ranks of the machine among which the unit's update is divided."""
     strategies: Mapping[Activations, StrategyCost] = field(default_factory=dict)
@@ -109,6 +109,16 @@ class UnitCost:
         return self.remainder_bytes + self.moment_bytes
 
     @property
+    def resident_state_bytes(self) -> int:
+        """Remainder, moments and accumulators on the GPU: a rank has those of its part."""
+        return -(-self.rest_state_bytes // self.ranks) + -(-self.accumulator_bytes // self.ranks)
+
+    @property
+    def resident_gradient_bytes(self) -> int:
+        """Gradients that stay on the GPU for such an update: of several ranks each keeps its part of the mean."""
+        return -(-self.gradient_bytes // self.ranks)
+
+    @property
     def streamed_in_bytes(self) -> int:
         """What crosses to the GPU for a streamed update, beside the weights: states and the gradient (or its sum).
 
@@ -128,8 +138,8 @@ class UnitCost:
         return self.weight_bytes // self.ranks
 
     @property
-    def streamed_update_s(self) -> float:
-        """The GPU's own time for a streamed update."""
+    def own_update_s(self) -> float:
+        """The GPU's time for an update, of several ranks for its part."""
         return self.gpu_update_s / self.ranks
 
     def planned_bits(self, activations: Activations) -> int:

@@ -18,6 +18,24 @@ from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.worker import Ticket, UpdateWorker
 
 
+class LaneTicket:
+    """Work that a lane has begun: `Ticket`'s part of the interface."""
+
+    def __init__(self, lane: CommLane, ticket: Ticket | None, event) -> None:
+        self._lane, self._ticket = lane, ticket
+        self.event = event
+        """On CUDA when it is done; else None."""
+
+    @property
+    def done(self) -> bool:
+        """On CUDA: it is launched."""
+        return self._ticket is None or self._ticket.done
+
+    def wait(self) -> None:
+        if self._ticket is not None:
+            self._lane.wait(self._ticket)
+
+
 class CommLane:
     """Does work in the order in which it is submitted, so that all ranks launch the same collectives in one order.
 
@@ -52,6 +70,17 @@ class CommLane:
         self._under_way.append((done, list(inputs)))
         self._trim(self.slots)
 
+    def begin(self, work: Callable[[], None], label: str) -> LaneTicket:
+        """Launches work that nothing here waits for, after all that was submitted before and after the compute stream's
+        work so far."""
+        streams = self._streams
+        if self._worker is not None:
+            return LaneTicket(self, self._worker.submit(torch.no_grad()(work), label), None)
+        streams.wait(streams.comm, streams.record())
+        with streams.on(streams.comm), torch.no_grad():
+            work()
+        return LaneTicket(self, None, streams.record(streams.comm))
+
     def _spanned(self, work: Callable[[], None], span: str) -> Callable[[], None]:
         def measured() -> None:
             with self._streams.span(span, Resource.EXCHANGE):
@@ -75,9 +104,10 @@ class CommLane:
                 self._streams.compute_waits(done, "gradients")
                 continue
             with self._streams.host_waits("gradients"):
-                self._wait(done)
+                self.wait(done)
 
-    def _wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: Ticket) -> None:
+        """Returns when that is done; raises what went wrong there."""
         try:
             ticket.wait(self._meanwhile)
         except RuntimeError as error:

@@ -27,6 +27,7 @@ from lazytrain_plugin.runtime.nvme.stores import NvmeStores
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.outside_changes import OutsideChanges
 from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.resident_updates import ResidentUpdates
 from lazytrain_plugin.runtime.run_order import AGAIN, BACKWARD, FORWARD, RunOrder
 from lazytrain_plugin.runtime.shared_updates import SharedUpdates
 from lazytrain_plugin.runtime.side_outputs import NoSideOutputs, SideOutputs
@@ -111,8 +112,14 @@ class Executor:
                 ranks, between, self._sink, self.streams, self._table, average=average_gradients
             )
             self._updates = SharedUpdates(self, self._nvme, ranks, self._streamed_updates)
+        divides = ranks is not None and ranks.local_size > 1
         self._step_updates = StepUpdates(
-            self, self._updates, self._streamed_updates, self._outside.settle_asked, self._prefetch_first
+            self,
+            self._updates,
+            self._streamed_updates,
+            ResidentUpdates(self, ranks) if divides else None,
+            self._outside.settle_asked,
+            self._prefetch_first,
         )
 
     def _find_tensors(self, discovery: Discovery, dtypes: dict[nn.Parameter, torch.dtype]) -> None:

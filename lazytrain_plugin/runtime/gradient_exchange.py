@@ -10,8 +10,7 @@ nothing from this rank. Whatever comes after its turn (a layer that runs twice),
 contributions are added in fp32, in the order of ranks. That takes the bytes of a reduce-scatter and depends neither on
 the size of chunks nor on the backend. Between nodes the ranks that update the same part average their sums: in fp32,
 or in 8-bit codes for a unit that is large enough (comm/between_nodes.py). The mean is rounded once, to the gradient's
-dtype. Where every rank updates the whole unit (its states rest on the GPU) the means are gathered inside the node: all
-ranks then hold the same bits.
+dtype.
 
 All of that happens beside the rest of backward (`CommLane`); so does what the sink then does with the means. What the
 norm sums up is the mean, so clipping knows the gradient that is applied.
@@ -152,15 +151,20 @@ class GradientExchange:
         self._contributed.clear()
         everyone = self._ranks.gather(mine, "comparison of gradient norms")
         contributed = (everyone[:, 1].sum(0) > 0).tolist()
-        # Each node has the whole sum; so has each rank of it for what it updates whole.
+        # Each node has the whole sum.
         of_node = everyone[list(self._ranks.hops.node_ranks[0]), 0].T.tolist()
         agreed = {}
         for (unit, tensor), one, several in zip(tensors, contributed, of_node, strict=True):
             if one:
-                agreed[tensor] = sum(several) if unit.home.is_shared else several[0]
+                agreed[tensor] = sum(several)
             else:
                 unit.arrived.pop(tensor, None)
         return agreed
+
+    @property
+    def lane(self) -> CommLane:
+        """Where all collectives are launched."""
+        return self._lane
 
     @property
     def num_nodes(self) -> int:
@@ -199,9 +203,8 @@ class _Reduction:
         home = unit.home
         self._parts = [home.part(rank) for rank in range(ranks.local_size)]
         self._coded = between.uses_codes(home.layout.state_numel)
-        dtypes = {tensor.dtype for tensor in unit.trained}
-        self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        self._first, self._end = self._parts[ranks.local_rank] if home.is_shared else (0, home.layout.state_numel)
+        self._dtype = common_dtype(unit)
+        self._first, self._end = self._parts[ranks.local_rank]
 
     def chunks(self) -> Iterator[Iterator[None]]:
         """Steps of each chunk; when all are done, `own_elements` are there."""
@@ -211,9 +214,7 @@ class _Reduction:
         size = min(most, chunk_numel(longest, self._ranks.device.type) if self._coded else longest)
         size = align_up(max(size, 1), ALIGNMENT_ELEMENTS)
         sent_inside = (len(self._parts) - 1) * longest * self._dtype.itemsize
-        self._between.count(
-            self._unit.home.layout.state_numel, sent_inside if self._unit.home.is_shared else 2 * sent_inside
-        )
+        self._between.count(self._unit.home.layout.state_numel, sent_inside)
         for start in range(0, longest, size):
             yield self._chunk(start, min(size, longest - start))
 
@@ -223,27 +224,15 @@ class _Reduction:
         sent = torch.zeros(len(self._parts), size, dtype=self._dtype, device=self._ranks.device)
         for row, (first, end) in zip(sent, self._parts, strict=True):
             begin = first + start
-            for tensor, here, there in _overlaps(self._contribution, begin, min(begin + size, end)):
+            for tensor, here, there in overlaps(self._contribution, begin, min(begin + size, end)):
                 row[there].copy_(self._contribution[tensor][here])
         total = yield from sum_inside(hops, sent)
-        shared = self._unit.home.is_shared
         own = min(size, max(self._end - self._first - start, 0))
-        in_place = shared and own == size
+        in_place = own == size
         mean = self._result[start : start + own] if in_place else torch.empty_like(sent[0])
         yield from self._between.mean(total, self._divisor, mean, coded=self._coded)
-        if shared:
-            if not in_place:
-                self._result[start : start + own].copy_(mean[:own])
-            return
-        everyone = mean.unsqueeze(0)
-        if hops.inside is not None:
-            everyone = torch.empty_like(sent)
-            wait = hops.gather("all-gather inside the node", everyone.view(-1), mean, hops.inside)
-            yield
-            wait()
-        for row, (begin, stop) in zip(everyone, self._parts, strict=True):
-            count = min(size, max(stop - begin - start, 0))
-            self._result[begin + start : begin + start + count].copy_(row[:count])
+        if not in_place:
+            self._result[start : start + own].copy_(mean[:own])
 
     def own_elements(self) -> Iterator[tuple[UnitTensor, torch.Tensor]]:
         """Of each tensor, the means of the elements that this rank updates."""
@@ -253,7 +242,13 @@ class _Reduction:
             yield tensor, self._result[begin : begin + span.stop - span.start].to(tensor.dtype)
 
 
-def _overlaps(tensors: Iterable[UnitTensor], first: int, end: int) -> Iterator[tuple[UnitTensor, slice, slice]]:
+def common_dtype(unit: Unit) -> torch.dtype:
+    """In which gradients and weights of its trained tensors travel side by side, exactly."""
+    dtypes = {tensor.dtype for tensor in unit.trained}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def overlaps(tensors: Iterable[UnitTensor], first: int, end: int) -> Iterator[tuple[UnitTensor, slice, slice]]:
     """Of each tensor in [first, end) of the unit's trained elements: its own elements, and their place in the range."""
     for tensor in tensors:
         begin = max(first, tensor.state_offset)

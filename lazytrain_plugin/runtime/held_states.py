@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,9 @@ from lazytrain_plugin.kernels.adamw import Moment8
 from lazytrain_plugin.kernels.state8 import dequantize_moment, quantize_moment
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, UnitTensor
 from lazytrain_plugin.runtime.state_layout import MOMENTS
+
+if TYPE_CHECKING:
+    from lazytrain_plugin.runtime.rank_group import RankGroup
 
 SIGNED = dict(MOMENTS)
 
@@ -85,3 +89,28 @@ class HeldStates:
                 mine.scales.copy_(theirs.scales)
             else:
                 self.set_values(tensor, name, span, other.values(tensor, name, span))
+
+
+@dataclass(frozen=True, slots=True)
+class StatesOfRank(HeldStates):
+    """What one rank of the node holds on its GPU, for all of them: each makes one and asks it for the same, in the same
+    order. Gives copies on the CPU."""
+
+    ranks: RankGroup | None = None
+    owner: int = 0
+    """Position of that rank in its node. The flats are this rank's own."""
+
+    def _slice(self, name: str, tensor: UnitTensor, span: slice) -> torch.Tensor | Moment8:
+        part = HeldStates._slice(self, name, tensor, span) if self.owner == self.ranks.local_rank else None
+        count = span.stop - span.start
+        if name == "remainder" or self.state_bits != 8 or tensor.exact_offset is not None:
+            return self._sent(part, name, count)
+        return Moment8(
+            codes=self._sent(part and part.codes, f"{name}.codes", count),
+            scales=self._sent(part and part.scales, f"{name}.scales", -(-count // ALIGNMENT_ELEMENTS)),
+        )
+
+    def _sent(self, own: torch.Tensor | None, key: str, count: int) -> torch.Tensor:
+        values = torch.empty(count, dtype=self.flats[key].dtype) if own is None else own.cpu()
+        self.ranks.copy_of_local(values, self.owner, "reading of states")
+        return values

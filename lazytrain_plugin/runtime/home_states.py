@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lazytrain_plugin.kernels.adamw import Moment8
-from lazytrain_plugin.runtime.held_states import HeldStates, blocks
+from lazytrain_plugin.runtime.held_states import HeldStates, StatesOfRank, blocks
 from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor, elements
 from lazytrain_plugin.runtime.state_layout import CODEC, MOMENTS
 from lazytrain_plugin.vocab import Tier
@@ -24,8 +24,8 @@ class HomeStates:
     """The states' part of a `UnitHome` (runtime/homes.py, where the arguments are described).
 
     With several ranks, states in host memory are there once for all ranks of a node, each of which updates its own
-    elements of them (`span`). Of states on NVMe each rank has those elements on its own disk space (`is_divided`), and
-    reads the others' there. On the GPU every rank has all of them.
+    elements of them (`span`). Of states on NVMe and on the GPU each rank has those elements only (`is_divided`). It
+    reads the others' from their disk space; those on GPUs are sent, while all ranks of the node read the same.
     """
 
     def __init__(self, layout: FlatLayout, plan: UnitPlan, ranks: RankGroup | None, *, native: bool) -> None:
@@ -49,8 +49,13 @@ class HomeStates:
 
     @property
     def is_divided(self) -> bool:
-        """States are on NVMe, of which each rank has its own part."""
-        return self.ranks is not None and self.nvme_states is not None
+        """States are on NVMe or on the GPU, and each rank has its own part of them."""
+        return self.ranks is not None and (self.nvme_states is not None or self.states_on_gpu)
+
+    @property
+    def is_on_several_gpus(self) -> bool:
+        """States are on the GPUs of several ranks: to read them whole takes all of the node at once."""
+        return self.ranks is not None and self.states_on_gpu
 
     def part(self, local_rank: int) -> tuple[int, int]:
         """[first, end) of the trained elements that a rank of the node updates: whole blocks of 256."""
@@ -58,7 +63,7 @@ class HomeStates:
 
     def span(self, tensor: UnitTensor) -> slice:
         """The elements of the tensor that this rank updates."""
-        return self._span_of(tensor, self.ranks.local_rank) if self.is_shared else slice(0, tensor.numel)
+        return slice(0, tensor.numel) if self.ranks is None else self._span_of(tensor, self.ranks.local_rank)
 
     def _span_of(self, tensor: UnitTensor, local_rank: int) -> slice:
         """The elements of the tensor in a rank's part."""
@@ -97,11 +102,20 @@ class HomeStates:
     def _each_part(self, tensor: UnitTensor) -> Iterator[slice]:
         """All of the tensor's elements, piece by piece; while one is given, its states are in memory, to be read.
 
+        Where they are on the GPUs of several ranks, all of the node go through them at once, and ask for the same.
         Errors as of `Journal.wait` (runtime/nvme/peers.py).
         """
         for rank in range(self.ranks.local_size if self.is_divided else 1):
             span = self._span_of(tensor, rank) if self.is_divided else slice(0, tensor.numel)
             if span.start == span.stop:
+                continue
+            if self.is_on_several_gpus:
+                before = self.held
+                self.held = StatesOfRank(before.flats, before.state_bits, before.first, ranks=self.ranks, owner=rank)
+                try:
+                    yield span
+                finally:
+                    self.held = before
                 continue
             if not self.is_divided or rank == self.ranks.local_rank:
                 with self.states_in_memory(changes=False):
@@ -143,13 +157,23 @@ class HomeStates:
         found: dict[str, torch.Tensor] = {}
         for span in self._each_part(tensor):
             for key, values in read(span).items():
-                if self.nvme_states is None:
+                if not self.is_divided and self.nvme_states is None:
                     found[key] = values.cpu()
                     continue
                 # The memory is someone else's next.
                 place, end = (blocks(s) if key.endswith(".scales") else s for s in (span, slice(0, tensor.numel)))
                 found.setdefault(key, values.new_empty(end.stop))[place] = values
         return found
+
+    def assembled(self, tensor: UnitTensor, own: torch.Tensor) -> torch.Tensor:
+        """All elements on the CPU, of which each rank of the node gives its own. All of them call it at once."""
+        whole = own.new_empty(tensor.numel, device="cpu")
+        for rank in range(self.ranks.local_size):
+            span = self._span_of(tensor, rank)
+            values = own.cpu() if rank == self.ranks.local_rank else whole.new_empty(span.stop - span.start)
+            self.ranks.copy_of_local(values, rank, "reading of gradients")
+            whole[span] = values
+        return whole
 
     def write_codec(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
         with self.states_in_memory(changes=True):
@@ -180,10 +204,10 @@ class HomeStates:
 
     def _spans_to_take(self, other: HomeStates, tensor: UnitTensor) -> Iterator[slice]:
         """Elements that this rank takes over from `other`, while they are in memory there."""
-        if not (self.is_divided or other.is_divided) or self.states_on_gpu:
+        if not (self.is_divided or other.is_divided):
             yield from other._each_part(tensor)
             return
-        # The others take theirs, into memory that ranks share.
+        # The others take theirs, into their parts or into memory that ranks share.
         span = self._span_of(tensor, self.ranks.local_rank)
         if span.start < span.stop:
             with other.states_in_memory(changes=False):

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.kernels.split import join_master, split_master
 from lazytrain_plugin.plan.result import UnitPlan
 from lazytrain_plugin.runtime.gradient_format import Gradient, GradientFormat, part_of, take_over
@@ -34,8 +33,8 @@ class UnitHome(HomeStates):
     gradients there within `gradients_in_memory`, and sums over micro-batches within `sums_in_memory`.
 
     With several `ranks`, what is in host memory is there once for all ranks of a node, each of which updates its own
-    elements of it (`span`). Of states on NVMe each has those elements on its own. What is on the GPU every rank has
-    whole, and updates alike.
+    elements of it (`span`). Of states on NVMe and on the GPU each has those elements on its own. Weights on the GPU
+    every rank has whole.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class UnitHome(HomeStates):
         }
         self.state_buffers: dict[str, HostBuffer] = {}
         """States in host memory by the key of their flat; sums over micro-batches are `ACCUMULATOR`."""
-        divided = ranks is not None and plan.gradient_tier == Tier.NVME
+        divided = ranks is not None and (plan.gradient_tier == Tier.NVME or self.states_on_gpu)
         part = ranks.part(layout) if divided else layout.part(0, 1)
         self.gradient_format = GradientFormat(layout, plan.gradient_bits, part)
         self.gradient_buffer: HostBuffer | None = None
@@ -103,8 +102,10 @@ class UnitHome(HomeStates):
         if self.plan.states == Tier.NVME:
             self.nvme_states = nvme.states(self.layout, self.plan)
         else:
-            flats = self.state_flats = tuple(state_flats(self.layout, self.plan, native=self.native))
-            self.held = self._holding({key: self._state(key, dtype, numel) for key, dtype, numel in flats})
+            part = self.ranks.part(self.layout) if self.is_divided else None
+            flats = self.state_flats = tuple(state_flats(self.layout, self.plan, native=self.native, part=part))
+            held = {key: self._state(key, dtype, numel) for key, dtype, numel in flats}
+            self.held = self._holding(held, 0 if part is None else part[0])
         if self.is_shared and self.nvme_gradients is None:
             # Made while all ranks are here; takes no memory before it is used.
             self._make_accumulator()
@@ -161,7 +162,7 @@ class UnitHome(HomeStates):
 
     def gradient(self, tensor: UnitTensor) -> Gradient:
         """The gradient as it arrived, 1-D [numel] in storage order, in the weight's dtype or in codes; of gradients on
-        NVMe, of several ranks, the part that is here."""
+        NVMe or on the GPU, of several ranks, the part that is here."""
         if self.states_on_gpu:
             return self._gpu_gradients[tensor]
         return self.gradient_format.arrival(tensor, self._host_gradients)
@@ -190,10 +191,12 @@ class UnitHome(HomeStates):
         return self.master_on_device(tensor).cpu()
 
     def master_on_device(self, tensor: UnitTensor) -> torch.Tensor:
-        """The fp32 master where the weight is (the weight itself where that is fp32)."""
+        """The fp32 master where the weight is (the weight itself where that is fp32); of parts, on the CPU."""
         weight = self.weight(tensor)
         if not tensor.is_split:
             return weight.float()
+        if self.is_divided:
+            weight = weight.cpu()  # where others' parts come to
         master = torch.empty(tensor.numel, dtype=torch.float32, device=weight.device)
         for span in self._each_part(tensor):
             remainder = self.remainder_of(tensor, span).to(weight.device)
@@ -253,11 +256,6 @@ class UnitHome(HomeStates):
         if not tensors:
             return
         divided = [home for home in (self, other) if home.has_part_of_gradients]
-        if divided and self.states_on_gpu:
-            raise PlanMismatchError(
-                f"gradients of {self.plan.name} on NVMe, of which each rank has a part, can't move to the GPU between "
-                "two micro-batches; keep one plan for all of them (max_tokens of the largest batch)"
-            )
         with self.sums_in_memory(changes=True), other.sums_in_memory(changes=False):
             for tensor in tensors:
                 span = tensor.span_in(divided[0].gradient_format.part) if divided else slice(0, tensor.numel)
@@ -265,8 +263,8 @@ class UnitHome(HomeStates):
 
     @property
     def has_part_of_gradients(self) -> bool:
-        """Gradients are on NVMe, of which each of several ranks has its own part."""
-        return self.ranks is not None and self.nvme_gradients is not None
+        """Gradients are on NVMe or on the GPU, and each of several ranks has its own part."""
+        return self.ranks is not None and (self.nvme_gradients is not None or self.states_on_gpu)
 
     def for_each_host_buffer(self, action: Callable[[HostBuffer], None]) -> None:
         for buffer in (self.host_buffer, self.gradient_buffer, *self.state_buffers.values()):

@@ -65,7 +65,7 @@ def _take_weights(unit: Unit, home: UnitHome) -> None:
         # Each rank writes the remainders of its own part.
         has_part = home.is_divided and tensor.is_split and values.dtype != torch.bfloat16
         if ranks is not None and (ranks.num_nodes > 1 or has_part):
-            values = values.cpu().clone()
+            values = values.to(home.device if home.states_on_gpu else "cpu", copy=True)
             ranks.copy_of_first(values, f"first copy of {tensor.name}")
         if writes or has_part:
             home.write_master(tensor, values)
@@ -91,5 +91,3 @@ def begin_alike(units: list[Unit], ranks: RankGroup) -> None:
                 ranks.copy_of_first(home.gpu_weights[tensor], f"first copy of {tensor.name}")
             else:
                 home.publish(tensor)
-        if home.states_on_gpu and home.held is not None and "remainder" in home.held.flats:
-            ranks.copy_of_first(home.held.flats["remainder"], f"first copy of {unit.name}")

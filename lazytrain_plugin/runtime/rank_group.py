@@ -1,10 +1,10 @@
 """`RankGroup`: the ranks that train one model together, and what they tell each other.
 
 The ranks of a node share one copy of the model and its optimizer states in host memory: each maps all of it, and
-updates a part of its own. So a rank reads whole weights without asking anybody, whatever the others do at that
-moment, and needs to know one thing only: that all of them have updated a unit. That is a counter in shared memory
-(`UpdateCounters`). Collectives are left where gradients meet; they are launched from the thread that runs the model,
-in one order.
+updates a part of its own. (States on the GPUs are divided: each rank has those of its part.) So a rank reads whole
+weights without asking anybody, whatever the others do at that moment, and needs to know one thing only: that all of
+them have updated a unit. That is a counter in shared memory (`UpdateCounters`). Collectives are left where gradients
+meet, and where weights on the GPUs do after their update; they are launched by one thread, in one order.
 
 Between nodes everything is replicated, and gradients are averaged.
 """
@@ -72,10 +72,20 @@ class RankGroup:
         """Of this node, as the whole job counts them."""
         self.local_indices = [hops.ranks.index(rank) for rank in self.local_ranks]
         """Their positions among the ranks that train together."""
+        self._control_inside = None
+        if hops.inside is not None:
+            limit = datetime.timedelta(seconds=self.timeout_s)
+            self._control_inside = dist.new_group(
+                self.local_ranks, backend="gloo", timeout=limit, use_local_synchronization=True
+            )
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_of_first_node(self) -> bool:
+        return self.hops.ranks[0] in self.local_ranks
 
     @property
     def is_first_of_node(self) -> bool:
@@ -132,6 +142,12 @@ class RankGroup:
         with self.hops.phase(phase):
             # As bytes: backends do not know every dtype.
             dist.broadcast(values.view(torch.uint8), src=self.hops.ranks[0], group=group)
+
+    def copy_of_local(self, values: torch.Tensor, local_rank: int, phase: str) -> None:
+        """Overwrites a contiguous CPU tensor with that of one rank of this node; all of them call it."""
+        if self._control_inside is not None and values.numel():
+            with self.hops.phase(phase):
+                dist.broadcast(values.view(torch.uint8), src=self.local_ranks[local_rank], group=self._control_inside)
 
     def first_local(self, flags: Sequence[bool], phase: str) -> list[int | None]:
         """For each flag the position of the first rank of this node that has it set; None: no rank has."""

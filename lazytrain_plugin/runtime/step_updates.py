@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.cpu_update import CpuUpdates
 from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.resident_updates import ResidentUpdates
 from lazytrain_plugin.runtime.streamed_updates import StreamedUpdates
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import StepScalars
@@ -30,6 +31,7 @@ class StepUpdates:
 
     Args:
         elsewhere: updates by the worker, or shared with other ranks.
+        divided: updates where states rest on the GPUs of several ranks; None: each rank has all of them.
         resolve: waits for a unit's update, for someone who wants its weights.
         prefetch: starts the transfers of the first units' weights.
     """
@@ -39,17 +41,19 @@ class StepUpdates:
         executor: Executor,
         elsewhere: CpuUpdates,
         streamed: StreamedUpdates,
+        divided: ResidentUpdates | None,
         resolve: Callable[[Unit], None],
         prefetch: Callable[[], None],
     ) -> None:
         self._executor, self._elsewhere, self._streamed = executor, elsewhere, streamed
-        self._resolve, self._prefetch = resolve, prefetch
+        self._divided, self._resolve, self._prefetch = divided, resolve, prefetch
 
     def begin(self, arrivals: Arrivals, scalars: StepScalars) -> None:
         """Returns before they are done. See [Note: who begins first]."""
         streams = self._executor.streams
         on_gpu = [unit for unit in arrivals if unit.home.states_on_gpu]
-        gradients_done = streams.end_idle() if on_gpu else streams.record()
+        computes = bool(on_gpu) and self._divided is None
+        gradients_done = streams.end_idle() if computes else streams.record()
         self._update_on_gpu(on_gpu[:1], arrivals, scalars)
         for unit, arrived in arrivals.items():
             if not unit.home.states_on_gpu:
@@ -58,7 +62,7 @@ class StepUpdates:
             self._prefetch()
         self._streamed.begin_following(None)
         self._update_on_gpu(on_gpu[1:], arrivals, scalars)
-        if on_gpu:
+        if computes:
             streams.begin_idle()
 
     def _hand_over(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars, gradients_done) -> None:
@@ -71,6 +75,9 @@ class StepUpdates:
 
     def _update_on_gpu(self, units: Iterable[Unit], arrivals: Arrivals, scalars: StepScalars) -> None:
         for unit in units:
+            if self._divided is not None:
+                unit.mark_pending(self._divided.submit(unit, arrivals[unit], scalars), partial(self._resolve, unit))
+                continue
             with self._executor.streams.computing(f"update {unit.name}"):
                 self._executor.updater.update(unit, arrivals[unit], scalars)
             unit.home.drop_gradients()

@@ -42,6 +42,16 @@ class ExecutorState:
     def trace(self) -> Trace:
         return self.executor.streams.trace
 
+    @property
+    def holds_parts(self) -> bool:
+        """Whether any master or state can only be read by all ranks of the node at once."""
+        return any(unit.home.is_on_several_gpus for unit in self.executor.all_units if unit.trained)
+
+    def holds_part(self, record: ParamRecord) -> bool:
+        """As `holds_parts`, of one parameter."""
+        unit, tensor = self._find(record)
+        return tensor.trained and unit.home.is_on_several_gpus
+
     def read_master(self, record: ParamRecord) -> torch.Tensor:
         unit, tensor = self._find(record)
         return logical_order(tensor, unit.home.read_master(tensor))
@@ -83,13 +93,14 @@ class ExecutorState:
         if unit.fold_ticket is not None:
             unit.fold_ticket.wait()
         home = unit.home
-        if home.has_part_of_gradients:
+        if home.has_part_of_gradients and home.nvme_gradients is not None:
             raise LazyTrainError(
                 f"{record.name}: its gradient is on NVMe, where each of several ranks has a part of it, and can't be "
                 "read whole; leave `gradients` out of the plan file, or look at it with parameter.register_hook"
             )
         with home.gradients_in_memory() if arrival == Arrival.WHOLE else home.sums_in_memory(changes=False):
-            values = logical_order(tensor, as_values(gradient_of(unit, tensor, arrival)))
+            found = as_values(gradient_of(unit, tensor, arrival))
+            values = logical_order(tensor, home.assembled(tensor, found) if home.is_on_several_gpus else found)
             # What comes from NVMe is in memory that is someone else's next.
             return values.clone() if home.nvme_gradients is not None else values
 

@@ -90,10 +90,34 @@ def states(engine):
     return {(r.name, k): torch.as_tensor(v).clone() for r in state.records for k, v in state.read_state(r).items()}
 
 
+def to_the_gpu(engine):
+    """Layers whose states rest where they compute, divided over the ranks."""
+    executor = engine.lazytrain.executor
+    executor.place(executor.plan.with_units(weights=Tier.GPU, states=Tier.GPU, updater=Updater.GPU))
+    assert engine.lazytrain.holds_parts == (executor.ranks is not None)
+
+
+def coded_states(rank, world_size, folder, *, load):
+    """Masters and states in bf16 with 8-bit states on the GPU, after training or as loaded."""
+    engine = make_engine(rank, world_size, bf16=True, fidelity="balanced")
+    train(engine, rank, world_size, range(2))
+    to_the_gpu(engine)
+    train(engine, rank, world_size, range(2, 4))
+    if load:
+        engine.load_checkpoint(folder, "coded")
+    else:
+        engine.save_checkpoint(folder, "coded")
+    found = masters(engine), states(engine)
+    engine.destroy()
+    return found
+
+
 def two_then_save(rank, device, folder):
     prepare(rank, 2)
     engine = make_engine(rank, 2)
-    train(engine, rank, 2, range(2))
+    train(engine, rank, 2, range(1))
+    to_the_gpu(engine)
+    train(engine, rank, 2, range(1, 2))
     engine.save_checkpoint(folder, "two")
     halfway = masters(engine), states(engine)
     train(engine, rank, 2, range(2, 4))
@@ -103,6 +127,7 @@ def two_then_save(rank, device, folder):
     engine.destroy()
     later = lambda engine: train(engine, rank, 2, range(1, STEPS))  # noqa: E731
     out["disk"] = disk_leg(rank, 2, folder, "first disk", None, range(1), later)
+    out["coded"] = coded_states(rank, 2, folder, load=False)
     return out
 
 
@@ -147,6 +172,7 @@ def one_from_two(rank, device, folder):
     engine.destroy()
     out["balanced"] = balanced(rank, 1)
     out["disk"] = disk_leg(rank, 1, folder, "second disk", "to step 1", range(1, 3))
+    out["coded"] = coded_states(rank, 1, folder, load=True)
     return out
 
 
@@ -161,6 +187,7 @@ def two_from_one(rank, device, folder):
     out["overflow"] = overflow(engine, rank)
     engine.destroy()
     out["balanced"] = balanced(rank, 2)
+    out["coded"] = coded_states(rank, 2, folder, load=True)
     out["swapping"] = swapping(rank)
     out["swap fails"] = swap_fails(rank)
     out["disk"] = disk_leg(rank, 2, folder, "third disk", "to step 3", range(3, STEPS))
@@ -390,6 +417,13 @@ def test_states_that_memory_does_not_hold_are_planned_on_disk(again):
         assert not any(in_memory) and any(there)
         same(tight, plain)
     assert again[0]["planned"][1][1] == again[1]["planned"][1][1]
+
+
+def test_states_that_ranks_have_parts_of_are_saved_and_loaded_whole(two, one, again):
+    for found in (two[1]["coded"], one["coded"], *(rank["coded"] for rank in again)):
+        for saved, values in zip(two[0]["coded"], found, strict=True):
+            same(values, saved)
+    assert any(key.endswith(".codes") for _, key in two[0]["coded"][1])
 
 
 def test_two_ranks_resume_what_one_saved(one, again):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.accounting import account, windows
 from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.choices import HOMES
 from lazytrain_plugin.plan.greedy import greedy_plan, leanest_plan
@@ -202,3 +202,33 @@ def test_the_program_puts_on_disk_what_ranks_do_not_hold_in_memory():
     check_plan(plan, model, machine, request)
     assert any(unit.states == Tier.NVME for unit in plan.units)
     assert plan.solver["gap_frac"] > -0.01  # the program's bound is not above the replay
+
+
+def test_states_on_the_gpu_are_divided():
+    one, three = problems()
+    plan = leanest_plan(one).with_units(**HOMES["resident"])
+    alone, together = (account(problem, plan) for problem in (one, three))
+    states = sum(unit.rest_state_bytes for unit in one.units)
+    units = "units: weights and states"
+    assert alone.gpu[units] - together.gpu[units] == pytest.approx(states * 2 / 3, abs=len(one.units))
+    # Of gradients each rank keeps its part; one unit's are whole while they are exchanged.
+    whole, parts = (list(windows(problem, plan))[-1].gradients for problem in (one, three))
+    gradients = sum(unit.gradient_bytes for unit in one.units)
+    assert whole - parts == pytest.approx(gradients * 2 / 3 - one.units[0].gradient_bytes, abs=9)
+    assert three.units[0].own_update_s == pytest.approx(one.units[0].own_update_s / 3)
+
+
+def test_more_ranks_keep_more_states_on_their_gpus():
+    model = builders.model(6)
+    machine = builders.hardware(cpu_update_32bit_shared_parameters_per_s=1e7)
+    counts = []
+    for ranks in (1, 4):
+        request = PlanRequest(max_tokens=TOKENS, capabilities=Capabilities(), local_ranks=ranks)
+        problem = build_problem(model, machine, request)
+        room = sum(unit.rest_state_bytes for unit in problem.units) // 2
+        request = replace(request, gpu_budget_bytes=account(problem, leanest_plan(problem)).need_bytes()["gpu"] + room)
+        plan = make_plan(model, machine, request)
+        check_plan(plan, model, machine, request)
+        counts.append(sum(unit.states == Tier.GPU for unit in plan.units))
+        assert plan.solver["gap_frac"] > -0.01
+    assert counts[0] < counts[1], counts

@@ -68,8 +68,10 @@ def test_parts_meet_inside_the_node_beside_backward():
     job = cluster(nodes=1, ranks=4, inside=unit.gradient_bytes)
     assert predict_step(problem, plan, job).step_s == pytest.approx(24 + 3 / 4)
     resident = plan.with_units(**HOMES["resident"])
+    # As much to bring the updated weights of the first unit to all ranks; those of the next come beside its forward.
     gathered = predict_step(problem, resident, job)
     assert gathered.exposed_s == pytest.approx(2 * 3 / 4)
+    assert gathered.rank.busy_s["exchange"] == 0
     assert gathered.wire_bytes == gathered.network_s == 0
 
 

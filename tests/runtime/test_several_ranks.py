@@ -5,6 +5,7 @@ One set of processes runs every case of a world size: starting them takes longer
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -76,6 +77,8 @@ def frozen(model_class):
 
 
 MODELS = {"plain": Model, "tied": Tied, "twice": Twice, "wide": Wide, "frozen": partial(frozen, Wide), "skips": Skips}
+MOVES = ["gpu", "cpu", "mixed", "gpu", "streamed", "gpu", "streamed from gpu", "mixed"]
+"""Another plan before every micro-batch."""
 CASES = {
     **{f"wide, {home}": {"model": "wide", "home": home} for home in HOMES},
     "bf16": {"model": "wide", "dtype": torch.bfloat16},
@@ -90,6 +93,10 @@ CASES = {
     "accumulation": {"model": "wide", "accumulation": 3, "max_norm": 0.1},
     "accumulation, mixed": {"model": "wide", "accumulation": 3, "max_norm": 0.1, "home": "mixed"},
     "accumulation, streamed": {"model": "wide", "accumulation": 3, "max_norm": 0.1, "home": "streamed"},
+    "8 bit, gpu": {"model": "wide", "dtype": torch.bfloat16, "state_bits": 8, "home": "gpu"},
+    "8 bit, moves": {"model": "wide", "dtype": torch.bfloat16, "state_bits": 8, "moves": MOVES},
+    "accumulation, moves": {"model": "wide", "accumulation": 3, "max_norm": 0.1, "moves": MOVES},
+    "skips, gpu": {"model": "skips", "home": "gpu"},
     "keep": {"model": "wide", "keep": "all"},
     "offload": {"model": "wide", "keep": "mixed", "offload": True},
     "offload, accumulation": {"model": "wide", "keep": "all", "offload": True, "accumulation": 3, "max_norm": 0.1},
@@ -106,6 +113,10 @@ SAME_BITS = [(f"wide, {home}", "wide, cpu") for home in HOMES[1:]] + [
     ("8 bit, mirror", "8 bit"),
     ("8 bit, streamed", "8 bit"),
     ("8 bit, every kind", "8 bit"),
+    ("8 bit, gpu", "8 bit"),
+    ("8 bit, moves", "8 bit"),
+    ("accumulation, moves", "accumulation"),
+    ("skips, gpu", "skips"),
     ("accumulation, streamed", "accumulation"),
     ("skips, streamed", "skips"),
     ("twice, streamed", "twice"),
@@ -144,6 +155,7 @@ def train(
     disk=None,
     max_norm=0.0,
     accumulation=1,
+    moves=(),
 ):
     plan = plan_for(model, home=home, keep=keep, state_bits=state_bits, device=device.type)
     if offload or disk:  # inputs, and what is saved
@@ -151,10 +163,12 @@ def train(
         plan = plan.with_units(boundary=tier, saved=tier)
     nvme = None if disk is None else NvmeTier([disk], block_bytes=4096)
     executor = make_executor(model, plan, device=str(device), native=True, dtype=dtype, ranks=ranks, nvme=nvme)
-    batches = iter(batches)
+    batches, moves = iter(batches), itertools.cycle(moves)
     norms = []
     for _ in range(STEPS):
         for micro in range(accumulation):
+            if (move := next(moves, None)) is not None:
+                executor.place(plan_for(model, home=move, state_bits=state_bits, device=device.type))
             batch = next(batches).to(device)
             shards = [batch] if ranks is None else [batch.chunk(ranks.size)[ranks.rank]]
             executor.begin_forward()
@@ -164,6 +178,9 @@ def train(
             executor.end_backward()
         norms.append(executor.step(max_norm)[0].total)
     executor.flush()
+    for home in (unit.home for unit in executor.all_units if unit.home.is_on_several_gpus and unit.trained):
+        first, end = home.part(ranks.local_rank)
+        assert len(next(iter(home.held.flats.values()))) == end - first, "a rank has its part only"
     assert (executor.activations.tier.free_bytes > 0) == offload  # buffers that were used
     assert nvme is None or nvme.used_bytes > 0
     return executor, norms

@@ -1,0 +1,70 @@
+"""The first rank reads masters and states of which other ranks of its node hold parts on their GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.state import ParamRecord, StateValue
+from lazytrain_plugin.runtime.train_state import ExecutorState
+
+PHASE = "saving"
+
+
+def read_by_first(state: ExecutorState, ranks: RankGroup, action: Callable[[Any], Any]) -> Any:
+    """What `action` returns on the first rank, which gets a `TrainState`; what it raises there is raised everywhere.
+
+    The other ranks read whatever it reads, until it is done. Every rank calls it, at rest.
+    """
+    if not state.holds_parts:
+        return ranks.from_first(lambda: action(state), PHASE)
+    result, error = None, None
+    if ranks.is_first:
+        try:
+            result = action(_AskingState(state, ranks))
+        except Exception as raised:
+            error = raised
+        ranks.from_first(lambda: None, PHASE)
+    else:
+        while (asked := ranks.from_first(_nothing, PHASE)) is not None:
+            method, index = asked
+            if ranks.is_of_first_node:
+                getattr(state, method)(state.records[index])
+
+    def answer() -> Any:
+        if error is not None:
+            raise error
+        return result
+
+    return ranks.from_first(answer, PHASE)
+
+
+def _nothing() -> None:
+    """Only the first rank's is called."""
+
+
+class _AskingState:
+    """The first rank's `TrainState`: has others read with it what it can't read alone."""
+
+    def __init__(self, state: ExecutorState, ranks: RankGroup) -> None:
+        self._state, self._ranks = state, ranks
+        self.records = state.records
+        self._place = {record: index for index, record in enumerate(state.records)}
+
+    def read_master(self, record: ParamRecord) -> Tensor:
+        self._ask("read_master", record)
+        return self._state.read_master(record)
+
+    def read_state(self, record: ParamRecord) -> dict[str, StateValue]:
+        self._ask("read_state", record)
+        return self._state.read_state(record)
+
+    def flush(self) -> None:
+        self._state.flush()
+
+    def _ask(self, method: str, record: ParamRecord) -> None:
+        if self._state.holds_part(record):
+            self._ranks.from_first(lambda: (method, self._place[record]), PHASE)
