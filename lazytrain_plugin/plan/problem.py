@@ -22,8 +22,8 @@ from lazytrain_plugin.vocab import Activations, Fidelity
 
 GPU_RESERVE_BYTES = int(1.44 * GIB)
 """CUDA context, library workspaces, what the allocator holds whatever the plan."""
-HOST_RESERVE_GPU_BYTES = 3 * GIB
-"""Interpreter, torch and its CUDA libraries in host memory."""
+HOST_RESERVE_GPU_BYTES = int(2.4 * GIB)
+"""Interpreter, torch and its CUDA libraries in host memory: 1.7 to 2.3 GiB beside plans of 3B to 14B."""
 HOST_RESERVE_CPU_BYTES = GIB
 """Interpreter and torch without CUDA."""
 FRAGMENTATION_FRAC = 0.17

@@ -6,9 +6,14 @@ import pytest
 
 from lazytrain_plugin.plan.accounting import account, nvme_written_bytes, windows
 from lazytrain_plugin.plan.greedy import leanest_plan
-from lazytrain_plugin.plan.problem import FRAGMENTATION_FRAC, SAVED_FRAGMENTATION_FRAC, build_problem
+from lazytrain_plugin.plan.problem import (
+    FRAGMENTATION_FRAC,
+    HOST_RESERVE_GPU_BYTES,
+    SAVED_FRAGMENTATION_FRAC,
+    build_problem,
+)
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
-from lazytrain_plugin.units import GIB, MIB
+from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 from tests.plan import builders
 
@@ -72,7 +77,7 @@ def test_gpu_states_move_everything_off_the_host():
     assert ledger.gpu["stem: weights and states"] == 2 * STEM * 12
     # All gradients rest on the GPU when backward ends; small batches have their peak there.
     assert ledger.gpu["gradients"] == 3 * LAYER * 2 + 2 * STEM * 2
-    assert ledger.cpu == {"reserve": 3 * GIB}
+    assert ledger.cpu == {"reserve": HOST_RESERVE_GPU_BYTES}
     assert "weight slots" not in ledger.gpu
 
 

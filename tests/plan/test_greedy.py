@@ -7,6 +7,7 @@ import pytest
 from lazytrain_plugin.errors import ConfigError, InfeasiblePlanError, PlanMismatchError
 from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.plan.problem import HOST_RESERVE_GPU_BYTES
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.units import GIB, MIB
@@ -79,7 +80,7 @@ def test_fast_updates_buy_kept_activations_at_the_end():
 
 def test_short_host_memory_moves_units_to_the_gpu():
     model, machine = builders.model(8), builders.hardware()
-    host_budget = 3 * GIB + 70 * MIB
+    host_budget = HOST_RESERVE_GPU_BYTES + 70 * MIB
     plan = greedy_plan(model, machine, PlanRequest(max_tokens=TOKENS, cpu_budget_bytes=host_budget))
     assert resident(plan)
     assert (
@@ -119,8 +120,8 @@ def test_fidelity_decides_the_state_bits():
 
 def test_refusal_names_need_have_and_a_remedy_that_works():
     model = builders.model(40)
-    machine = builders.hardware(gpu_gib=1.64, cpu_gib=3.4)
-    with pytest.raises(InfeasiblePlanError, match=r"host memory: need .* have 3\.4 GiB .*8-bit optimizer states"):
+    machine = builders.hardware(gpu_gib=1.64, cpu_gib=2.8)
+    with pytest.raises(InfeasiblePlanError, match=r"host memory: need .* have 2\.8 GiB .*8-bit optimizer states"):
         greedy_plan(model, machine, PlanRequest(max_tokens=64))
     greedy_plan(model, machine, PlanRequest(max_tokens=64, fidelity="balanced", capabilities=FEWER))
 

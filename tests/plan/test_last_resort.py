@@ -11,10 +11,9 @@ from lazytrain_plugin.plan.accounting import account  # noqa: E402
 from lazytrain_plugin.plan.explain_unit import alternatives  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, greedy_plan, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.last_resort import dropping_plan, without_dropping  # noqa: E402
-from lazytrain_plugin.plan.problem import build_problem  # noqa: E402
+from lazytrain_plugin.plan.problem import HOST_RESERVE_GPU_BYTES, build_problem  # noqa: E402
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest  # noqa: E402
 from lazytrain_plugin.plan.solve import solve_plan, solve_problem  # noqa: E402
-from lazytrain_plugin.units import GIB  # noqa: E402
 from lazytrain_plugin.vocab import Tier  # noqa: E402
 from tests.plan import builders  # noqa: E402
 
@@ -51,7 +50,7 @@ def test_full_memories_hold_a_plan_that_computes_inputs_again(planner):
 
 
 def test_what_no_dropping_helps_is_refused_as_before():
-    request = replace(full(num_inputs=3), cpu_budget_bytes=3 * GIB)
+    request = replace(full(num_inputs=3), cpu_budget_bytes=HOST_RESERVE_GPU_BYTES)
     assert dropping_plan(build_problem(MODEL, MACHINE, request)) is None
     with pytest.raises(InfeasiblePlanError, match="host memory: need"):
         solve_plan(MODEL, MACHINE, request, time_limit_s=2)

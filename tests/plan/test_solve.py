@@ -14,7 +14,7 @@ from lazytrain_plugin.errors import InfeasiblePlanError  # noqa: E402
 from lazytrain_plugin.plan.check import check_plan  # noqa: E402
 from lazytrain_plugin.plan.cluster import Cluster  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, greedy_plan, leanest_plan  # noqa: E402
-from lazytrain_plugin.plan.problem import build_problem  # noqa: E402
+from lazytrain_plugin.plan.problem import HOST_RESERVE_GPU_BYTES, build_problem  # noqa: E402
 from lazytrain_plugin.plan.program import build_program  # noqa: E402
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest  # noqa: E402
 from lazytrain_plugin.plan.simulate import simulate  # noqa: E402
@@ -201,7 +201,7 @@ def test_a_model_without_units_has_a_plan_for_its_stem(gpu_gib, accumulation):
 
 def test_short_host_memory_moves_units_to_the_gpu():
     model, machine = builders.model(8), builders.hardware()
-    budget = 3 * GIB + 70 * MIB
+    budget = HOST_RESERVE_GPU_BYTES + 70 * MIB
     plan = solve_plan(model, machine, PlanRequest(max_tokens=2048, cpu_budget_bytes=budget))
     assert plan.predicted_bytes["cpu"] <= budget
     assert any(unit.weights == Tier.GPU for unit in plan.units)
