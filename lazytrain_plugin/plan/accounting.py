@@ -152,6 +152,19 @@ def nvme_slot_bytes(cost: UnitCost, unit: UnitPlan) -> int:
     return weights + (nvme_staged_bytes(cost, unit) - weights) // cost.ranks
 
 
+def nvme_gradient_bytes(cost: UnitCost, unit: UnitPlan) -> int:
+    """What each backward writes to NVMe of a unit's gradients, and the update reads: them, or their sums."""
+    if unit.gradients != Tier.NVME or not cost.num_trainable:
+        return 0
+    return cost.accumulator_bytes or cost.gradient_rest_bytes
+
+
+def nvme_updated_bytes(cost: UnitCost, unit: UnitPlan) -> int:
+    """What an update changes on NVMe: states, and weights."""
+    weights = cost.weight_bytes if unit.weights == Tier.NVME else 0
+    return (weights + (cost.rest_state_bytes if unit.states == Tier.NVME else 0)) if cost.num_trainable else 0
+
+
 def nvme_bytes_allowed_per_step(problem: PlacementProblem) -> float:
     """What the disk's wear allows to write in a step. Counts with the fastest step there can be, that of computing
     alone, so that no plan wears the disk faster."""
@@ -168,7 +181,10 @@ def nvme_written_bytes(problem: PlacementProblem, plan: PlacementPlan) -> int:
     pairs = (*zip(problem.units, plan.units), *zip(problem.stem, plan.stem))
     activations = problem.accumulation_steps * _offloaded_to(list(zip(problem.units, plan.units)), Tier.NVME)
     activations *= problem.local_ranks
-    return activations + sum(nvme_staged_bytes(cost, unit) for cost, unit in pairs if cost.num_trainable)
+    return activations + sum(
+        nvme_updated_bytes(cost, unit) + problem.accumulation_steps * nvme_gradient_bytes(cost, unit)
+        for cost, unit in pairs
+    )
 
 
 def state_slot_bytes(problem: PlacementProblem, plan: PlacementPlan) -> int:

@@ -15,7 +15,7 @@ from lazytrain_plugin.plan.problem import (
     UnitCost,
     mib,
 )
-from lazytrain_plugin.plan.program_inputs import coded_input, nvme_input_mib, wider_mib
+from lazytrain_plugin.plan.program_inputs import coded_input, parked_mib, wider_mib
 from lazytrain_plugin.plan.variables import Expression, Variables, kinds_of_use
 from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Activations, Tier
@@ -95,11 +95,12 @@ def _add_least_slots(model: highspy.Highs, problem: PlacementProblem, v: Variabl
         "boundary_cpu": (v.activation_slot_mib, lambda cost: cost.boundary_bytes - cost.most_spared_input_bytes),
         "nvme": (v.nvme_slot_mib, lambda cost: cost.rest_state_bytes / cost.ranks),
         "nvme_weights": (v.nvme_slot_mib, lambda cost: cost.rest_state_bytes / cost.ranks + cost.weight_bytes),
+        "boundary_nvme": (v.activation_slot_mib, lambda cost: cost.boundary_bytes - cost.most_spared_input_bytes),
     }
     for kind, columns in kinds_of_use(problem, v).items():
         if kind not in v.used or kind == "worker":
             continue
-        saved = next((a for a in Activations if f"{a}_{Tier.CPU}" == kind), None)
+        saved = next((a for a in Activations if kind in (f"{a}_{Tier.CPU}", f"{a}_{Tier.NVME}")), None)
         slot, num_bytes = slots.get(kind, (v.activation_slot_mib, lambda cost, a=saved: cost.saved_bytes(a)))
         model.addConstr(slot >= least(num_bytes, columns) * v.used[kind], name=name("slot_of", kind))
 
@@ -134,13 +135,16 @@ def add_nvme_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variab
     """
     if not problem.has_nvme or not problem.has_gpu:
         return
-    parked = problem.local_ranks * sum(nvme_input_mib(problem, v, u) for u in range(len(problem.units)))
+    parked = problem.local_ranks * sum(parked_mib(problem, v, u) for u in range(len(problem.units)))
     held = parked + sum(nvme_mib(cost, v, u) for u, cost in enumerate(problem.units))
     model.addConstr(held <= mib(problem.nvme_budget_bytes), name=name("capacity", "NVME"))
     allowed = nvme_bytes_allowed_per_step(problem)
     if problem.nvme_write_bytes_per_day is not None:
         written = problem.accumulation_steps * parked
-        written += sum(nvme_mib(cost, v, u) for u, cost in enumerate(problem.units) if cost.num_trainable)
+        for u, cost in enumerate(problem.units):
+            written += nvme_updated_mib(cost, v, u) if cost.num_trainable else 0
+            gradients = problem.accumulation_steps * mib(cost.accumulator_bytes or cost.gradient_rest_bytes)
+            written += gradients * v.gradients_on_nvme(u)
         model.addConstr(written <= mib(allowed), name=name("wear", "NVME"))
 
 
@@ -213,7 +217,8 @@ def saved_mib(cost: UnitCost, v: Variables, u: int, tier: Tier) -> Expression:
 def offloaded_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
     """What leaves the GPU after the forward of unit u."""
     off_gpu = v.boundary_on_cpu[u] + v.boundary_on_nvme[u]
-    return _boundary_mib(cost) * off_gpu - _spared_off_gpu_mib(cost, v, u) + saved_mib(cost, v, u, Tier.CPU)
+    saved = saved_mib(cost, v, u, Tier.CPU) + saved_mib(cost, v, u, Tier.NVME)
+    return _boundary_mib(cost) * off_gpu - _spared_off_gpu_mib(cost, v, u) + saved
 
 
 def _spared_off_gpu_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
@@ -231,9 +236,9 @@ def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
         both = v.homes["stream"][u] + v.homes["mirror"][u] + v.homes["stream_update"][u]
         mirror = weights if problem.divides_updates else 0.0
         rest = rest + (weights + states) * both + (mirror + states) * v.homes["mirror_update"][u]
-        # Gradients and sums stay on the host.
-        rest = rest + (weights + states - mib(cost.rest_state_bytes)) * v.homes["nvme_states"][u]
-        rest = rest + (states - mib(cost.rest_state_bytes)) * v.homes["nvme"][u]
+        # Gradients and sums stay on the host, but where they go to the disk as well.
+        rest = rest + weights * (v.homes["nvme_states"][u] + v.homes["nvme_gradients"][u])
+        rest = rest + (states - mib(cost.rest_state_bytes)) * (v.homes["nvme_states"][u] + v.homes["nvme"][u])
     for s, cost in enumerate(problem.stem):
         # Frozen stem weights rest on the GPU alone.
         if cost.num_trainable or not problem.has_gpu:
@@ -244,9 +249,15 @@ def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
 
 
 def nvme_mib(cost: UnitCost, v: Variables, u: int, ranks: int = 1) -> Expression:
-    """What unit u has on NVMe, which an update brings to host memory and back. `ranks`: of states one rank's part."""
-    states = mib(cost.rest_state_bytes) / ranks
-    return states * v.homes["nvme_states"][u] + (states + mib(cost.weight_bytes)) * v.homes["nvme"][u]
+    """What unit u has on NVMe. `ranks`: but for weights, one rank's part."""
+    states = mib(cost.rest_state_bytes) * v.on_nvme(u)
+    states = states + mib(cost.state_bytes - cost.rest_state_bytes) * v.gradients_on_nvme(u)
+    return (1 / ranks) * states + mib(cost.weight_bytes) * v.weights_on_nvme(u)
+
+
+def nvme_updated_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
+    """What an update of unit u brings to host memory and back: states, and weights."""
+    return mib(cost.rest_state_bytes) * v.on_nvme(u) + mib(cost.weight_bytes) * v.weights_on_nvme(u)
 
 
 def _add_device_row(

@@ -9,16 +9,22 @@ from lazytrain_plugin.plan.result import UnitPlan
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 
 HOMES: dict[str, dict[str, Any]] = {
-    "stream": {"weights": Tier.CPU, "states": Tier.CPU, "updater": Updater.CPU},
-    "resident": {"weights": Tier.GPU, "states": Tier.GPU, "updater": Updater.GPU},
-    "mirror": {"weights": Tier.GPU, "states": Tier.CPU, "updater": Updater.CPU},
-    "stream_update": {"weights": Tier.CPU, "states": Tier.CPU, "updater": Updater.GPU},
-    "mirror_update": {"weights": Tier.GPU, "states": Tier.CPU, "updater": Updater.GPU},
-    "nvme_states": {"weights": Tier.CPU, "states": Tier.NVME, "updater": Updater.CPU},
-    "nvme": {"weights": Tier.NVME, "states": Tier.NVME, "updater": Updater.CPU},
+    name: {"weights": weights, "states": states, "updater": updater, "gradients": gradients}
+    for name, weights, states, updater, gradients in (
+        ("stream", Tier.CPU, Tier.CPU, Updater.CPU, None),
+        ("resident", Tier.GPU, Tier.GPU, Updater.GPU, None),
+        ("mirror", Tier.GPU, Tier.CPU, Updater.CPU, None),
+        ("stream_update", Tier.CPU, Tier.CPU, Updater.GPU, None),
+        ("mirror_update", Tier.GPU, Tier.CPU, Updater.GPU, None),
+        ("nvme_states", Tier.CPU, Tier.NVME, Updater.CPU, None),
+        ("nvme_gradients", Tier.CPU, Tier.NVME, Updater.CPU, Tier.NVME),
+        ("nvme", Tier.NVME, Tier.NVME, Updater.CPU, None),
+        ("nvme_all", Tier.NVME, Tier.NVME, Updater.CPU, Tier.NVME),
+    )
 }
 """Weights and states both on the CPU or on the GPU; weights on the GPU with a mirror beside the states on the CPU; the
-same two with states that pass the GPU for their update; states, or both, on NVMe."""
+same two with states that pass the GPU for their update; states, or weights too, on NVMe, each also with the gradients.
+"""
 
 STEM_HOMES: dict[str, dict[str, Any]] = {
     "cpu": HOMES["mirror"],
@@ -38,13 +44,16 @@ def allows_home(problem: PlacementProblem, cost: UnitCost, home: str) -> bool:
         "stream_update": problem.has_gpu and trains and problem.capabilities.streamed_states,
         "mirror_update": problem.has_gpu and trains and problem.capabilities.streamed_states,
         "nvme_states": problem.has_gpu and trains and problem.has_nvme,
+        "nvme_gradients": trains and parks_gradients(problem),
         "nvme": problem.has_gpu and problem.has_nvme,
+        "nvme_all": trains and parks_gradients(problem),
     }[home]
 
 
 def home_of(unit: UnitPlan) -> str:
     """The member of `HOMES` that a plan means; `mirror` where none is it (states on NVMe, weights on the GPU)."""
-    wanted = {"weights": unit.weights, "states": unit.states, "updater": unit.updater}
+    gradients = Tier.NVME if unit.gradients == Tier.NVME else None
+    wanted = {"weights": unit.weights, "states": unit.states, "updater": unit.updater, "gradients": gradients}
     return next((home for home, fields in HOMES.items() if fields == wanted), "mirror")
 
 
@@ -58,6 +67,8 @@ def saving_choices(problem: PlacementProblem, cost: UnitCost) -> list[tuple[Acti
     tiers = [Tier.GPU]
     if problem.has_gpu and problem.capabilities.offloaded_saved:
         tiers.append(Tier.CPU)
+    if parks_saved(problem):
+        tiers.append(Tier.NVME)
     return [
         (activations, tier)
         for activations in Activations
@@ -76,6 +87,23 @@ def drops_boundaries(problem: PlacementProblem) -> bool:
 def parks_boundaries(problem: PlacementProblem) -> bool:
     """Whether inputs of units may rest on NVMe."""
     return problem.has_gpu and problem.has_nvme and problem.capabilities.nvme_boundaries
+
+
+def parks_saved(problem: PlacementProblem) -> bool:
+    """Whether what units save may rest on NVMe."""
+    return problem.has_gpu and problem.has_nvme and problem.capabilities.nvme_saved
+
+
+def parks_gradients(problem: PlacementProblem) -> bool:
+    """Whether gradients may rest on NVMe, which the runtime has for one rank."""
+    allowed = problem.capabilities.nvme_gradients and problem.local_ranks == 1
+    return problem.has_gpu and problem.has_nvme and allowed
+
+
+def input_tiers(problem: PlacementProblem) -> list[Tier]:
+    """Where inputs of units may rest between forward and backward."""
+    tiers = {Tier.GPU: True, Tier.CPU: offloads_boundaries(problem), Tier.NVME: parks_boundaries(problem)}
+    return [tier for tier, allowed in tiers.items() if allowed]
 
 
 def offloads_boundaries(problem: PlacementProblem) -> bool:

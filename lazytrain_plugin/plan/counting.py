@@ -141,6 +141,7 @@ class CountBounds:
         for choice in dict.fromkeys(choice for choices in v.saved for choice in choices):
             groups["num_" + "_".join(choice)] = [choices.get(choice, 0) for choices in v.saved]
         groups["num_boundary_cpu"] = v.boundary_on_cpu
+        groups["num_boundary_nvme"] = v.boundary_on_nvme
         for label, columns in groups.items():
             present = [column for column in columns if not isinstance(column, int)]
             if len(present) < 2:

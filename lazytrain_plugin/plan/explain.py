@@ -93,7 +93,8 @@ def _decisions(unit: UnitPlan) -> list[tuple[str, str]]:
 
 
 def _gradient_bits(unit: UnitPlan) -> str:
-    return ", gradients 8 bit" if unit.gradient_bits == 8 else ""
+    bits = ", gradients 8 bit" if unit.gradient_bits == 8 else ""
+    return bits + (", gradients on NVMe" if unit.gradients == Tier.NVME else "")
 
 
 OF_LAYERS = ("activations", "input")

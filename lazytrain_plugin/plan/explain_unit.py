@@ -10,7 +10,7 @@ from rich.table import Table
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.bits import bits_of, is_lossy
-from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, saving_choices
+from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, home_of, input_tiers, saving_choices
 from lazytrain_plugin.plan.formats import tensor_error
 from lazytrain_plugin.plan.greedy import fits
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
@@ -27,7 +27,9 @@ HOME_NAMES = {
     "stream_update": "on the host, states pass the GPU for their update",
     "mirror_update": "weights on the GPU, states pass it for their update",
     "nvme_states": "weights on the host, states on NVMe",
+    "nvme_gradients": "weights on the host, states and gradients on NVMe",
     "nvme": "weights and states on NVMe",
+    "nvme_all": "weights, states and gradients on NVMe",
 }
 
 LEAST_CHANGE_FRAC = 0.005
@@ -93,12 +95,12 @@ def _others(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan, *, stem: 
     if problem.has_gpu:
         for home, fields in homes.items():
             if allows_home(problem, cost, home):
-                other = replace(unit, gradients=None, **fields)
-                if (other.weights, other.states, other.updater) != (unit.weights, unit.states, unit.updater):
+                other = replace(unit, **fields)
+                if home_of(other) != home_of(unit):
                     yield HOME_NAMES[home], other
     if stem:
         return
-    tiers = {Tier.GPU: "", Tier.CPU: " in host memory"}
+    tiers = {Tier.GPU: "", Tier.CPU: " in host memory", Tier.NVME: " on NVMe"}
     for activations, tier in [(Activations.RECOMPUTE, Tier.GPU), *saving_choices(problem, cost)]:
         saves_same = activations == unit.activations
         if saves_same and (activations == Activations.RECOMPUTE or tier == unit.saved):
@@ -114,10 +116,10 @@ def _others(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan, *, stem: 
     yield from _other_bits(problem, cost, unit)
     if unit.boundary is None:
         yield "input waits on the GPU", replace(unit, boundary=Tier.GPU)
-    elif problem.has_gpu and problem.capabilities.offloaded_boundaries:
-        other_tier = Tier.CPU if unit.boundary == Tier.GPU else Tier.GPU
-        where = "on the GPU" if other_tier == Tier.GPU else "in host memory"
-        yield f"input waits {where}", replace(unit, boundary=other_tier)
+        return
+    for tier in input_tiers(problem) if problem.has_gpu else ():
+        if tier != unit.boundary:
+            yield f"input waits{tiers[tier] or ' on the GPU'}", replace(unit, boundary=tier)
 
 
 def _other_bits(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan):

@@ -8,7 +8,7 @@ from lazytrain_plugin.plan.accounting import (
     again_s,
     is_streamed,
     nvme_slot_bytes,
-    nvme_staged_bytes,
+    nvme_updated_bytes,
     offloaded_bytes,
     sends_gradients,
     takes_gradient_slot,
@@ -31,7 +31,7 @@ class Facts:
     unit: UnitPlan
     """Kept so that its identity stays its own."""
     is_known: bool
-    """No activations on NVMe, and no streamed update that ranks divide; else `simulate` and `account` are asked."""
+    """No activations or gradients on NVMe, no streamed update that ranks divide; else the long ways are asked."""
     updates: int
     streamed: bool
     sends: bool
@@ -93,10 +93,10 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
     delay_s = problem.update_delay_s(offloaded)
     leaving_bytes = cost.streamed_out_bytes + (cost.weight_bytes if streamed else 0)
     on_gpu = unit.boundary == Tier.GPU
-    staged, fetched = nvme_staged_bytes(cost, unit), cost.weight_bytes if unit.weights == Tier.NVME else 0
+    staged, fetched = nvme_updated_bytes(cost, unit), cost.weight_bytes if unit.weights == Tier.NVME else 0
     return Facts(
         unit=unit,
-        is_known=activations and not updates_meet_at_home(cost, unit),
+        is_known=activations and not updates_meet_at_home(cost, unit) and unit.gradients != Tier.NVME,
         updates=updates,
         streamed=streamed,
         sends=sends,

@@ -23,7 +23,7 @@ MOST_STARTS = 3
 
 def without_dropping(problem: PlacementProblem) -> PlacementProblem:
     """The problem as the search sees it: columns for what is a last resort would cost it time in every plan."""
-    capabilities: Capabilities = replace(problem.capabilities, dropped_boundaries=False, nvme_boundaries=False)
+    capabilities: Capabilities = replace(problem.capabilities, dropped_boundaries=False)
     return replace(problem, capabilities=capabilities)
 
 

@@ -6,6 +6,7 @@ import highspy
 
 from lazytrain_plugin.plan.capacity import offloaded_mib, saved_mib
 from lazytrain_plugin.plan.problem import PlacementProblem, mib
+from lazytrain_plugin.plan.program_inputs import parked_mib
 from lazytrain_plugin.plan.variables import Expression, Variables
 from lazytrain_plugin.vocab import Tier
 
@@ -25,7 +26,9 @@ def set_objective(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         held = held + (weights + mib(cost.resident_state_bytes + cost.resident_gradient_bytes)) * v.homes["resident"][u]
         moved = moved + 2 * weights * v.streamed(u) + weights * v.homes["mirror"][u]
         moved = moved + 2 * states * v.streams_states(u) + 2 * offloaded_mib(cost, v, u)
-        moved = moved + NVME_WEAR * states * v.on_nvme(u) + NVME_WEAR * weights * v.homes["nvme"][u]
+        moved = moved + NVME_WEAR * (states * v.on_nvme(u) + weights * v.weights_on_nvme(u))
+        gradients = mib(cost.accumulator_bytes or cost.gradient_rest_bytes)
+        moved = moved + NVME_WEAR * (parked_mib(problem, v, u) + gradients * v.gradients_on_nvme(u))
     for s, cost in enumerate(problem.stem):
         held = held + mib(cost.resident_state_bytes + cost.resident_gradient_bytes) * v.stem_on_gpu[s]
         moved = moved + 2 * mib(cost.rest_state_bytes) * v.stem_streams[s]

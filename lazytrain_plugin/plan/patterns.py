@@ -3,7 +3,8 @@
 The layers of a decoder are alike, so a good placement is a mixture: so many units resident, so many updated by the
 GPU, so many by the CPU, in turn. A pattern is these counts and, per home, where its units stand (`phase`: 0 as early as
 their share allows, 1 as late); what is saved on the GPU counts from the last unit, whose memory backward frees first,
-and what leaves it is spread over the model; inputs leave from the first unit on, which would hold them longest. A dozen
+and what leaves it is spread over the model; inputs leave from the first unit on, which would hold them longest, and
+those of the very first ones to a disk, if any do. A dozen
 integers instead of a dozen choices per unit: plan/search.py finds in a second what a search over single units does not
 find in minutes, and the result is readable.
 """
@@ -42,9 +43,11 @@ class Pattern:
     saved: tuple[int, ...]
     """Units of each way to save."""
     boundaries: int
-    """Units whose inputs leave the GPU, from the first on."""
+    """Units whose inputs leave the GPU for host memory, from the first on."""
     stem: tuple[str, ...]
     """Members of `STEM_HOMES`."""
+    parked: int = 0
+    """Units before those whose inputs leave the GPU for NVMe."""
 
 
 class Family:
@@ -61,7 +64,7 @@ class Family:
         self._leaving = [index for index, (_, tier) in enumerate(self.saving) if tier != Tier.GPU]
         self._staying = [index for index, (_, tier) in enumerate(self.saving) if tier == Tier.GPU]
         self._stream = self.homes.index("stream")
-        self._units: dict[tuple[int, int, int, bool], UnitPlan] = {}
+        self._units: dict[tuple[int, int, int, Tier], UnitPlan] = {}
         self._stem: dict[tuple[int, str], UnitPlan] = {}
         self._allowed = [{home for home in self.homes if allows_home(problem, cost, home)} for cost in costs]
 
@@ -73,7 +76,8 @@ class Family:
             homes=tuple(homes.count(home) for home in self.homes),
             phases=(0.5,) * len(self.homes),
             saved=tuple(saved.count(choice) for choice in self.saving),
-            boundaries=sum(unit.boundary != Tier.GPU for unit in plan.units),
+            boundaries=sum(unit.boundary == Tier.CPU for unit in plan.units),
+            parked=sum(unit.boundary == Tier.NVME for unit in plan.units),
             stem=tuple(stem_home_of(unit) for unit in plan.stem),
         )
 
@@ -88,9 +92,9 @@ class Family:
         num_units = len(self._plan.units)
         homes = homes[:num_units] + [self._stream] * (num_units - len(homes))
         saving = self._saving(pattern.saved)
-        known, boundaries, units = self._units, pattern.boundaries, []
+        known, parked, off_gpu, units = self._units, pattern.parked, pattern.parked + pattern.boundaries, []
         for u, (home, index) in enumerate(zip(homes, saving)):
-            key = (u, home, index, u < boundaries)
+            key = (u, home, index, Tier.NVME if u < parked else Tier.CPU if u < off_gpu else Tier.GPU)
             unit = known.get(key)
             units.append(self._unit(*key) if unit is None else unit)
         stem = []
@@ -113,7 +117,7 @@ class Family:
                 saving[u] = next(staying, RECOMPUTE)
         return saving
 
-    def _unit(self, u: int, home_index: int, saving_index: int, leaves: bool) -> UnitPlan:
+    def _unit(self, u: int, home_index: int, saving_index: int, boundary: Tier) -> UnitPlan:
         cost, home = self.problem.units[u], self.homes[home_index]
         activations, saved = RECOMPUTED if saving_index == RECOMPUTE else self.saving[saving_index]
         if home not in self._allowed[u]:
@@ -122,9 +126,8 @@ class Family:
             activations, saved = RECOMPUTED
         bits = cost.planned_bits(activations)
         choices = {"activations": activations, "saved": saved, "saved_bits": bits, "boundary_bits": bits}
-        boundary = Tier.CPU if leaves else Tier.GPU
         unit = replace(self._plan.units[u], **HOMES[home], **choices, boundary=boundary)
-        self._units[u, home_index, saving_index, leaves] = unit
+        self._units[u, home_index, saving_index, boundary] = unit
         return unit
 
     def _stem_unit(self, s: int, home: str) -> UnitPlan:

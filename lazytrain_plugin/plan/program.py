@@ -68,6 +68,7 @@ def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.V
     timing_backward.add_exchange(model, problem, v)
     timing_backward.add_gradients(model, problem, v)
     timing_backward.add_accumulation(model, problem, v)
+    timing_backward.add_gradients_to_disk(model, problem, v)
     timing_backward.add_repeated_forward(model, problem, v)
     timing_backward.add_step_time(model, problem, v)
     program_inputs.add_one_place(model, problem, v)

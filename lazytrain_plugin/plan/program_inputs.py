@@ -1,24 +1,26 @@
-"""Units' inputs that are dropped or rest on NVMe: variables and constraints, one function per equation.
+"""Inputs that are dropped, and activations on NVMe: variables and constraints, one function per equation.
 
 The numbers are those of docs/formulation.md. Without the capabilities there are no columns and no rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import highspy
 
 from lazytrain_plugin.plan.choices import drops_boundaries, parks_boundaries
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, mib, ms
-from lazytrain_plugin.plan.variables import Expression, Variables
+from lazytrain_plugin.plan.variables import Expression, Variables, parks_anything
+from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Activations, Tier
 
 
 def define_inputs(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """drop(u), boundary_nvme(u) in {0, 1}; found(u) >= 0 in MiB; parked(u), fetched(u) >= 0 in ms (V6)."""
     drops, parks, units = drops_boundaries(problem), parks_boundaries(problem), range(len(problem.units))
+    parks_any = parks_anything(problem)
 
     def binary(kind: str, u: int) -> object:
         return model.addVariable(0, 1, type=highspy.HighsVarType.kInteger, name=name(kind, u))
@@ -32,7 +34,7 @@ def define_inputs(model: highspy.Highs, problem: PlacementProblem, v: Variables)
     codes = [not isinstance(coded_input(cost, v, u), int) for u, cost in enumerate(problem.units)]
     v.coded_on_gpu = [positive(name("coded_on_gpu", u)) if codes[u] else 0 for u in units]
     v.found_mib = [positive(name("found", u)) if drops and u else 0 for u in units]
-    if parks:
+    if parks_any:
         v.parked_slot_mib = positive("parked_slot_mib")
         v.parked_ms = [positive(name("parked", u)) for u in units]
         v.fetched_ms = [positive(name("fetched", u)) for u in units]
@@ -125,52 +127,70 @@ def again_ms(problem: PlacementProblem, v: Variables, u: int) -> Expression:
     return ms(problem.units[u - 1].forward_s) * v.dropped[u] if u else 0
 
 
-def nvme_input_mib(problem: PlacementProblem, v: Variables, u: int) -> Expression:
-    return mib(problem.units[u].boundary_bytes) * v.boundary_on_nvme[u]
+def parked_mib(problem: PlacementProblem, v: Variables, u: int) -> Expression:
+    """What of unit u's activations rests on NVMe: its input, and what it saves."""
+    cost = problem.units[u]
+    return mib(cost.boundary_bytes) * v.boundary_on_nvme[u] + sum(
+        mib(cost.saved_bytes(activations)) * column
+        for (activations, tier), column in v.saved[u].items()
+        if tier == Tier.NVME
+    )
+
+
+def _parts(v: Variables, u: int) -> Iterator[tuple[str, Expression]]:
+    """0 or 1, for the input and for what is saved: whether it rests on NVMe."""
+    saved = sum(column for (_, tier), column in v.saved[u].items() if tier == Tier.NVME)
+    for suffix, column in (("", v.boundary_on_nvme[u]), ("_saved", saved)):
+        if not isinstance(column, int):
+            yield suffix, column
 
 
 def add_parked(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
-    """Inputs cross one of D buffers on their way to the disk, in forward order (Eq. 25).
+    """Activations cross one of D buffers on their way to the disk, in forward order (Eq. 25). x: what of u is parked.
 
-    parked_slot >= I(u) boundary_nvme(u);  parked(u) >= each of parked(u-1), left(u), + write(I) boundary_nvme(u)
-    left(u) >= parked(u-D) + I(u) over D2H - lag (1 - boundary_nvme(u)). `lag`: D writes, the most that the disk can be
-    behind. Rows: `parked_slot(u)`, `park_order(u)`, `park(u)`, `park_buffer(u)`.
+    parked_slot >= x(u);  parked(u) >= each of parked(u-1), left(u), + write(x), the first after all writes of updates
+    left(u) >= parked(u-D) + x(u) over D2H - lag (1 - boundary_nvme(u)), and the same for what is saved.
+    `lag`: D writes, the most that the disk can be behind.
+    Rows: `parked_slot(u)`, `park_order(u)`, `park(u)`, `park_buffer(u)`.
     """
     if not v.parked_ms:
         return
     slots = problem.nvme_slots
-    lag = ms(slots * problem.nvme_write_s(max(cost.boundary_bytes for cost in problem.units), each=True))
-    for u, cost in enumerate(problem.units):
-        nvme = v.boundary_on_nvme[u]
-        write = ms(problem.nvme_write_s(cost.boundary_bytes, each=True)) * nvme
-        model.addConstr(v.parked_slot_mib >= nvme_input_mib(problem, v, u), name=name("parked_slot", u))
-        if u:
-            model.addConstr(v.parked_ms[u] >= v.parked_ms[u - 1] + write, name=name("park_order", u))
+    largest = max(cost.boundary_bytes + cost.kept_bytes for cost in problem.units)
+    lag = ms(slots * problem.nvme_write_s(largest, each=True))
+    for u in range(len(problem.units)):
+        parked = parked_mib(problem, v, u)
+        write = ms(problem.nvme_write_s(MIB, each=True)) * parked
+        model.addConstr(v.parked_slot_mib >= parked, name=name("parked_slot", u))
+        # The disk works in program order, too: what updates write comes first.
+        before = v.parked_ms[u - 1] if u else v.disk_written_ms[-1]
+        model.addConstr(v.parked_ms[u] >= before + write, name=name("park_order", u))
         model.addConstr(v.parked_ms[u] >= v.left_ms[u] + write, name=name("park", u))
         if u >= slots:
-            leaves = ms(problem.d2h_s(cost.boundary_bytes)) * nvme
-            free = v.parked_ms[u - slots] - lag * (1 - nvme)
-            model.addConstr(v.left_ms[u] >= free + leaves, name=name("park_buffer", u))
+            leaves = ms(problem.d2h_s(MIB)) * parked
+            for suffix, nvme in _parts(v, u):
+                free = v.parked_ms[u - slots] - lag * (1 - nvme)
+                model.addConstr(v.left_ms[u] >= free + leaves, name=name("park_buffer" + suffix, u))
 
 
 def add_fetched(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
-    """Inputs are read in reverse order, into D buffers; those of the last D units are still there (Eq. 26).
+    """They are read in reverse order, into D buffers; those of the last D units are still there (Eq. 26).
 
-    fetched(u) >= each of fetched(u+1), parked(u) - loss, returned(u+D), + read(I) boundary_nvme(u), for u < N - D
-    returned(u) >= fetched(u) + I(u) over H2D. Rows: `fetch_order(u)`, `fetch(u)`, `fetch_buffer(u)`, ...
+    fetched(u) >= each of fetched(u+1), parked(u) - loss, returned(u+D), + read(x), for u < N - D
+    returned(u) >= fetched(u) + x(u) over H2D. Rows: `fetch_order(u)`, `fetch(u)`, `fetch_buffer(u)`, ...
     """
     if not v.fetched_ms:
         return
     slots, num_units = problem.nvme_slots, len(problem.units)
     for u in reversed(range(num_units - slots)):
-        cost, nvme = problem.units[u], v.boundary_on_nvme[u]
-        read = ms(problem.nvme_read_s(cost.boundary_bytes, each=True)) * nvme
+        parked = parked_mib(problem, v, u)
+        read = ms(problem.nvme_read_s(MIB, each=True)) * parked
         fetched = v.fetched_ms[u]
         if u + 1 < num_units - slots:
             model.addConstr(fetched >= v.fetched_ms[u + 1] + read, name=name("fetch_order", u))
         model.addConstr(fetched >= v.parked_ms[u] - v.loss_ms + read, name=name("fetch", u))
         model.addConstr(fetched >= v.returned_ms[u + slots] + read, name=name("fetch_buffer", u))
-        back = ms(problem.h2d_s(cost.boundary_bytes)) * nvme
+        back = ms(problem.h2d_s(MIB)) * parked
         model.addConstr(v.returned_ms[u] >= fetched + back, name=name("return_fetched", u))
 
 

@@ -29,7 +29,8 @@ def _with_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> U
     elif unit.weights == Tier.GPU and unit.streams_states:
         place = f"weights on the GPU, states pass through it: {update_ms:.0f} ms of CPU update spared"
     elif Tier.NVME in (unit.weights, unit.states):
-        place = f"{format_bytes(rest['nvme'])} rest on NVMe: host memory is worth more elsewhere"
+        what = ", its gradients among them," if unit.gradients == Tier.NVME else ""
+        place = f"{format_bytes(rest['nvme'])}{what} rest on NVMe: host memory is worth more elsewhere"
     elif unit.weights == Tier.CPU:
         place = f"streamed: {format_bytes(cost.weight_bytes + cost.state_bytes)} of weights and states stay off the GPU"
     elif not cost.num_trainable:
@@ -50,7 +51,7 @@ def _activation_reason(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan
         text = f"; recomputes ({recompute_ms:.0f} ms) instead of keeping {format_bytes(cost.kept_bytes)}"
     elif cost.kept_bytes:
         verb = "keeps" if unit.activations == Activations.KEEP else f"keeps {unit.activations.value}:"
-        where = " in host memory" if unit.saved != Tier.GPU else ""
+        where = {Tier.GPU: "", Tier.CPU: " in host memory", Tier.NVME: " on NVMe"}[unit.saved]
         saved_bytes = format_bytes(cost.saved_bytes(unit.activations, unit.saved_bits))
         text = f"; {verb} {saved_bytes}{where} to save {saved_ms:.0f} ms of recompute"
         if unit.saved_bits < 16:

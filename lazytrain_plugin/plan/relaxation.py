@@ -90,6 +90,7 @@ def rounded(problem: PlacementProblem, v: Variables, relaxed: Relaxed, lean: Pla
             phases=(0.5,) * len(homes),
             saved=tuple(int(count) for count in saved),
             boundaries=round(sum(map(relaxed.of, v.boundary_on_cpu))),
+            parked=round(sum(map(relaxed.of, v.boundary_on_nvme))),
             stem=tuple(stem),
         )
     )

@@ -3,7 +3,7 @@
 Searching spends nearly all of its time in judging plans that differ in a unit or two. Here what a unit's decisions mean
 is looked up once (plan/facts.py), and the replay is one loop over numbers, without names, events or noise. It gives
 the very numbers of `simulate` and `account`, bit for bit (tests/plan/test_replay.py); where a plan has what it does not
-know (activations on NVMe, dropped inputs, updates that ranks divide, no GPU), it asks them.
+know (activations and gradients on NVMe, dropped inputs, updates that ranks divide, no GPU), it asks them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from lazytrain_plugin.plan.accounting import (
     reserved_bytes,
 )
 from lazytrain_plugin.plan.facts import FROZEN, ON_GPU, ON_WORKER, PASSING, Facts, facts_of
+from lazytrain_plugin.plan.gradient_traffic import MEANS, stem_gradients
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
-from lazytrain_plugin.plan.simulate import MEANS, NEEDED_FIRST, simulate, stem_gradients
+from lazytrain_plugin.plan.simulate import NEEDED_FIRST, simulate
 from lazytrain_plugin.profile.model import UnitRole
 
 
@@ -349,7 +350,7 @@ class _Replay:
         return left_s
 
     def _deliver(self, place: int, fact: Facts, computed_s: float) -> float:
-        """As `simulate._Step._deliver`."""
+        """As `GradientTraffic.deliver`."""
         meets_s, sends = fact.meets_s, fact.sends
         if meets_s:
             start_s = computed_s if computed_s > self.exchange_s else self.exchange_s

@@ -34,11 +34,15 @@ class Capabilities:
     offloaded_saved: bool = False
     """What `strategies` save may rest in host memory."""
     nvme: bool = False
-    """Weights and states may rest on NVMe."""
+    """Weights and states may rest on NVMe; without it nothing may."""
     dropped_boundaries: bool = False
     """A unit's input may be dropped and computed again in backward, where nothing fits otherwise."""
     nvme_boundaries: bool = False
-    """A unit's input may rest on NVMe between forward and backward, where nothing fits otherwise."""
+    """A unit's input may rest on NVMe between forward and backward."""
+    nvme_saved: bool = False
+    """What `strategies` save may rest on NVMe."""
+    nvme_gradients: bool = False
+    """Gradients, and their sums over micro-batches, may rest on NVMe where the states do."""
 
     @classmethod
     def everything(cls) -> Capabilities:
@@ -51,6 +55,8 @@ class Capabilities:
             nvme=True,
             dropped_boundaries=True,
             nvme_boundaries=True,
+            nvme_saved=True,
+            nvme_gradients=True,
         )
 
 

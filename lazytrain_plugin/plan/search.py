@@ -10,7 +10,7 @@ import math
 import random
 from dataclasses import replace
 
-from lazytrain_plugin.plan.choices import allows_home, home_of, offloads_boundaries
+from lazytrain_plugin.plan.choices import allows_home, home_of, input_tiers
 from lazytrain_plugin.plan.deadline import NEVER, Deadline
 from lazytrain_plugin.plan.patterns import PHASES, Family, Pattern
 from lazytrain_plugin.plan.problem import PlacementProblem
@@ -24,7 +24,7 @@ TRIES_PER_UNIT = 50
 """Small models have few patterns."""
 POLISHED_UNITS = 25_000
 """As `REPLAYED_UNITS`, for orders of one pattern."""
-HOME_FIELDS = ("weights", "states", "updater")
+HOME_FIELDS = ("weights", "states", "updater", "gradients")
 SAVING_FIELDS = ("activations", "saved", "saved_bits", "boundary_bits")
 HEAT_FRAC = 0.001
 """How much slower an order may be than the last and still be taken, at the start."""
@@ -70,6 +70,7 @@ class _Climb:
         self._excess: dict[Pattern, float] = {}
         self._costs: dict[Pattern, tuple[float, float]] = {}
         self.draw, self._deadline = draw, deadline
+        self._input_tiers = input_tiers(problem)
         self.tries_left = min(REPLAYED_UNITS // self._num_units, TRIES_PER_UNIT * self._num_units)
         cost = max(problem.units, key=lambda cost: cost.kept_bytes)
         spared_s = {
@@ -130,11 +131,12 @@ class _Climb:
             if self._problem.has_gpu and self._problem.stem[s].num_trainable:
                 stems = (_changed(pattern.stem, s, other) for other in self._family.stem_homes if other != home)
                 near += [replace(pattern, stem=changed) for changed in stems]
-        if offloads_boundaries(self._problem):
-            for step in (-4, -1, 1, 4):
-                boundaries = min(self._num_units, max(0, pattern.boundaries + step))
-                if boundaries != pattern.boundaries:
-                    near.append(replace(pattern, boundaries=boundaries))
+        for tier, field in ((Tier.CPU, "boundaries"), (Tier.NVME, "parked")):
+            count = getattr(pattern, field)
+            for step in (-4, -1, 1, 4) if tier in self._input_tiers else ():
+                changed = min(self._num_units, max(0, count + step))
+                if changed != count:
+                    near.append(replace(pattern, **{field: changed}))
         for source, target in itertools.permutations(range(len(pattern.saved)), 2):
             for step in (1, 4):
                 if pattern.saved[source] >= step:
@@ -197,6 +199,7 @@ def polished(
     Deterministic.
     """
     draw, num_units, judge = random.Random(seed), len(plan.units), Judge(problem)
+    tiers = input_tiers(problem)
     best = current = plan
     best_s = current_s = judge.step_s(plan, steps=2)
     tries = min(POLISHED_UNITS // num_units, TRIES_PER_UNIT * num_units) if num_units > 1 else 0
@@ -209,8 +212,9 @@ def polished(
             other = max(0, min(num_units - 1, u + draw.choice((-3, -2, -1, 1, 2, 3))))
             fields = draw.choice((HOME_FIELDS, HOME_FIELDS, HOME_FIELDS, SAVING_FIELDS))
             units[u], units[other] = _swapped(units[u], units[other], fields)
-            if offloads_boundaries(problem) and draw.random() < 0.2:
-                units[u] = replace(units[u], boundary=Tier.GPU if units[u].boundary != Tier.GPU else Tier.CPU)
+            if len(tiers) > 1 and draw.random() < 0.2:
+                others = [tier for tier in tiers if tier != units[u].boundary]
+                units[u] = replace(units[u], boundary=others[0] if len(others) == 1 else draw.choice(others))
         changed = replace(current, units=tuple(units))
         allowed = all(
             allows_home(problem, cost, home_of(unit)) and cost.can(unit.activations)

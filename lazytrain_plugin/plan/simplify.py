@@ -21,8 +21,9 @@ from lazytrain_plugin.vocab import Activations, Tier
 
 LEAST_GAIN_FRAC = 0.001
 """Of a step: plans this close are equally fast, and each group of choices must be worth this much."""
-SPECIAL_HOMES = ("mirror", "mirror_update", "stream_update", "nvme_states", "nvme")
+SPECIAL_HOMES = ("mirror", "mirror_update", "stream_update", "nvme_states", "nvme_gradients", "nvme", "nvme_all")
 """Homes other than plain streaming and plain residence, in the order in which they are given up."""
+LESS_ON_NVME = {"nvme": ("nvme_states",), "nvme_gradients": ("nvme_states",), "nvme_all": ("nvme_states", "nvme")}
 
 
 def simplest(
@@ -55,7 +56,7 @@ def complexity(problem: PlacementProblem, plan: PlacementPlan) -> tuple[int, int
 
 def decisions(unit: UnitPlan) -> tuple:
     """All that sets a unit's placement apart from its neighbour's."""
-    return (unit.weights, unit.states, unit.updater, unit.activations, unit.saved, unit.boundary)
+    return (home_of(unit), unit.activations, unit.saved, unit.boundary)
 
 
 def _is_special(unit: UnitPlan) -> bool:
@@ -114,8 +115,12 @@ def _simpler(problem: PlacementProblem) -> Iterator[Change]:
         )
     )
     yield lambda u, unit: replace(unit, boundary=Tier.GPU) if unit.boundary in (Tier.CPU, Tier.NVME) else None
+    if problem.capabilities.offloaded_saved:
+        yield lambda u, unit: replace(unit, saved=Tier.CPU) if unit.saved == Tier.NVME else None
+    if problem.capabilities.offloaded_boundaries:
+        yield lambda u, unit: replace(unit, boundary=Tier.CPU) if unit.boundary == Tier.NVME else None
     for home in SPECIAL_HOMES:
-        for plain in ("resident", "stream"):
+        for plain in ("resident", "stream", *LESS_ON_NVME.get(home, ())):
 
             def change(u: int, unit: UnitPlan, home: str = home, plain: str = plain) -> UnitPlan | None:
                 if home_of(unit) != home or not allows_home(problem, problem.units[u], plain):

@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 from lazytrain_plugin.plan.accounting import (
     again_s,
     is_streamed,
-    nvme_staged_bytes,
+    nvme_updated_bytes,
     offloaded_bytes,
-    sends_gradients,
     updates_meet_at_home,
 )
 from lazytrain_plugin.plan.activation_traffic import ActivationTraffic
 from lazytrain_plugin.plan.clock import Clock, Event, Resource, Ring
 from lazytrain_plugin.plan.disk_traffic import read_disk, write_disk
 from lazytrain_plugin.plan.edges import backward_order
+from lazytrain_plugin.plan.gradient_traffic import GradientTraffic, stem_gradients
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.model import UnitRole
@@ -34,17 +34,6 @@ from lazytrain_plugin.vocab import Tier, Updater
 
 NEEDED_FIRST = (UnitRole.EMBEDDING, UnitRole.REST)
 """Stem units whose weights the forward needs before its first layer; small tensors are there early at no cost."""
-
-
-MEANS = 2
-"""Parts of exchanged gradients that a rank holds at a time: one is made while one is on its way home."""
-
-
-def stem_gradients(stem: Sequence[UnitCost]) -> tuple[list[int], list[int]]:
-    """Places of stem units whose gradients the loss makes (the head's, then those of what lies between it and the last
-    unit: the final norm), and of those that come last (the embedding's)."""
-    with_role = lambda role: [s for s, cost in enumerate(stem) if cost.role == role]  # noqa: E731
-    return [*with_role(UnitRole.HEAD), *with_role(UnitRole.REST)], with_role(UnitRole.EMBEDDING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +52,7 @@ class StepTimes:
 
 
 class _Step:
-    """The replay's state that lives across steps: when each unit's gradient was final and its weights new."""
+    """The replay's state that lives across steps: when each unit's weights were new, what holds slots and buffers."""
 
     def __init__(self, problem: PlacementProblem, plan: PlacementPlan, clock: Clock) -> None:
         self.problem, self.plan, self.clock = problem, plan, clock
@@ -71,16 +60,13 @@ class _Step:
         self.stem = list(zip(problem.stem, plan.stem, strict=True))
         self.first = [pair for pair in self.stem if pair[0].role in NEEDED_FIRST]
         self.last = [pair for pair in self.stem if pair[0].role not in NEEDED_FIRST]
-        self.gradient_s: dict[str, float] = {}
         self.weight_s: dict[str, float] = {}
         """When a unit's newest weights were where they are fetched from."""
         self.slots: dict[str, float] = {}
         """Units whose weights are in a slot -> end of the last computation that used them, the oldest first."""
         self.free_slots: list[float] = [0.0] * plan.weight_slots
         """When each slot that holds nothing of use became free."""
-        self.gradients = Ring(plan.gradient_slots)
-        self.means = Ring(MEANS)
-        """This rank's parts of what ranks have exchanged, until they are home."""
+        self.gradients = GradientTraffic(problem, plan, clock)
         self.states: deque[float] = deque([0.0] * plan.state_slots, maxlen=plan.state_slots)
         """When the last chunks of streamed states had left their slots."""
         self.states_back_s = 0.0
@@ -125,20 +111,20 @@ class _Step:
                 self.clock.run(f"slower updates beside the offload of {cost.name}", Resource.WORKER, delay_s, step_s)
 
     def _update_on_cpu(self, cost: UnitCost, unit: UnitPlan, step_s: float, delay_s: float) -> None:
-        staged = nvme_staged_bytes(cost, unit)
-        ready_s = step_s
-        if staged:
-            ready_s = self._read_nvme(cost, "", staged, step_s, each=False)
+        updated, ready_s = nvme_updated_bytes(cost, unit), step_s
+        if updated:
+            gradients, written_s = self.gradients.to_be_read(cost, unit)
+            ready_s = self._read_nvme(cost, "", updated + gradients, max(step_s, written_s), each=False)
         updated_s = self.clock.run(
             f"update {cost.name}",
             Resource.WORKER,
             cost.cpu_update_s + delay_s,
             ready_s,
-            self.gradient_s.get(cost.name, 0.0),
+            self.gradients.ready_s.get(cost.name, 0.0),
         )
         self.weight_s[cost.name] = updated_s
-        if staged:
-            self.written_s[cost.name] = write_disk(self.problem, self.clock, f"write {cost.name}", staged, updated_s)
+        if updated:
+            self.written_s[cost.name] = write_disk(self.problem, self.clock, f"write {cost.name}", updated, updated_s)
             self.disk.use(self.written_s[cost.name])
 
     def _read_nvme(self, cost: UnitCost, why: str, num_bytes: int, after_s: float, *, each: bool) -> float:
@@ -148,6 +134,7 @@ class _Step:
     def forward(self, *, fresh: bool) -> float:
         """One micro-batch's forward with loss; `fresh`: the weights were just updated."""
         self.activations.begin_forward()
+        self.gradients.first_micro_batch = fresh
         if fresh:
             self.crossing.clear()
             self.states_back_s = self.clock.free_s[Resource.D2H]
@@ -192,7 +179,7 @@ class _Step:
         end_s = self.clock.free_s[Resource.COMPUTE]
         early, late = stem_gradients(self.problem.stem)
         for s in early:
-            end_s = self._deliver(*self.stem[s], end_s)
+            end_s = self.gradients.deliver(*self.stem[s], end_s)
         for u, again in backward_order(self.plan.units):
             cost, unit = self.units[u]
             ready_s = max(end_s, self._weights_arrive(cost, unit, "again" if again else "backward", fresh=False))
@@ -203,11 +190,11 @@ class _Step:
                 continue
             compute_s = again_s(cost, unit) + cost.backward_s
             end_s = self.clock.run(f"backward {cost.name}", Resource.COMPUTE, compute_s, ready_s)
-            end_s = self._deliver(cost, unit, end_s)
+            end_s = self.gradients.deliver(cost, unit, end_s)
             self._used_slot(cost, unit, end_s)
             self.activations.used(cost, unit, end_s)
         for s in late:
-            end_s = self._deliver(*self.stem[s], end_s)
+            end_s = self.gradients.deliver(*self.stem[s], end_s)
         return end_s
 
     def _weights_arrive(self, cost: UnitCost, unit: UnitPlan, phase: str, *, fresh: bool) -> float:
@@ -271,7 +258,7 @@ class _Step:
         leaving_bytes = cost.streamed_out_bytes + returned_bytes
         in_s = clock.noisy(problem.h2d_s(cost.streamed_in_bytes)) / count
         out_s = clock.noisy(problem.d2h_s(leaving_bytes)) / count
-        here_s = max(clock.free_s[Resource.H2D], self.states[0], self.gradient_s.get(cost.name, 0.0))
+        here_s = max(clock.free_s[Resource.H2D], self.states[0], self.gradients.ready_s.get(cost.name, 0.0))
         begin_s = here_s = max(here_s, self.weight_s[cost.name])
         first_s, back_s = None, self.states_back_s
         for _ in range(count):
@@ -293,35 +280,6 @@ class _Step:
             self.slots.pop(cost.name, None)  # the latest used goes to the end
             # Weights that were updated in the slot leave it for their home.
             self.slots[cost.name] = max(end_s, self.back_s.pop(cost.name, 0.0))
-
-    def _deliver(self, cost: UnitCost, unit: UnitPlan, computed_s: float) -> float:
-        """A unit's gradients are there; returns when the compute stream goes on.
-
-        Those that go home, or meet those of other ranks, take a place, the stem's as the units': with all places taken
-        it waits for the oldest.
-        """
-        meets_s, sends = cost.exchange_s, sends_gradients(cost, unit)
-        if not (meets_s or sends):
-            self.gradient_s[cost.name] = computed_s
-            return computed_s
-        if meets_s:
-            slot_s = self.means.free_s() if sends else 0.0
-            computed_s = self.clock.run(
-                f"exchange {cost.name}", Resource.EXCHANGE, meets_s, computed_s, slot_s, num_bytes=cost.gradient_bytes
-            )
-            self.gradients.use(computed_s)
-        self.gradient_s[cost.name] = self._send(cost, computed_s, exchanged=meets_s > 0) if sends else computed_s
-        return self.clock.wait(Resource.COMPUTE, self.gradients.free_s())
-
-    def _send(self, cost: UnitCost, computed_s: float, *, exchanged: bool) -> float:
-        """A unit's gradients go home; returns when they can be used there."""
-        sent_s = self.clock.run(
-            f"gradients {cost.name}", Resource.D2H, cost.gradient_d2h_s, computed_s, num_bytes=cost.gradient_bytes
-        )
-        (self.means if exchanged else self.gradients).use(sent_s)
-        if not cost.accumulate_s:
-            return sent_s
-        return self.clock.run(f"accumulate {cost.name}", Resource.WORKER, cost.accumulate_s, sent_s)
 
     def _renew_stem(self, stem: Sequence[tuple[UnitCost, UnitPlan]]) -> None:
         """Brings the stem's weights up to date where its states rest off the GPU."""

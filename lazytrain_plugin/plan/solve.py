@@ -48,6 +48,16 @@ FEWER_TRIES_FRAC = 0.3
 """Of the tries of a search, where a family is left out."""
 FEWER_ERRORS_TRIES = 3
 """Of the fastest plans found, how many get their bits chosen, for the one whose error is the least."""
+FAMILIES = (
+    "streamed_states",
+    "offloaded_boundaries",
+    "offloaded_saved",
+    "nvme",
+    "nvme_boundaries",
+    "nvme_saved",
+    "nvme_gradients",
+)
+"""Of choices that a search may do without, as `Capabilities` names them."""
 WEIGHT_SLOT_CHOICES = (2, 3, 4, 6)
 GRADIENT_SLOT_CHOICES = (2, 3, 4)
 RING_GAIN_FRAC = 0.005
@@ -232,8 +242,8 @@ def _search_without_families(problem: PlacementProblem, found: _Found, deadline:
 
 def fewer_capabilities(capabilities: Capabilities) -> Iterator[Capabilities]:
     """The same without one of the optional families."""
-    for family in ("streamed_states", "offloaded_boundaries", "offloaded_saved", "nvme"):
-        if getattr(capabilities, family):
+    for family in FAMILIES:
+        if getattr(capabilities, family) and (capabilities.nvme or not family.startswith("nvme")):
             yield replace(capabilities, **{family: False})
     plain = frozenset({Activations.RECOMPUTE, Activations.KEEP})
     if capabilities.strategies - plain:
@@ -246,9 +256,12 @@ def allows(problem: PlacementProblem, plan: PlacementPlan) -> bool:
     units = plan.units
     return (
         (has.streamed_states or not any(unit.streams_states for unit in (*units, *plan.stem)))
-        and (has.offloaded_boundaries or all(unit.boundary == Tier.GPU for unit in units))
-        and (has.offloaded_saved or all(unit.saved == Tier.GPU for unit in units))
+        and (has.offloaded_boundaries or all(unit.boundary != Tier.CPU for unit in units))
+        and (has.offloaded_saved or all(unit.saved != Tier.CPU for unit in units))
         and (has.nvme or all(Tier.NVME not in (unit.weights, unit.states) for unit in units))
+        and (has.nvme_boundaries or all(unit.boundary != Tier.NVME for unit in units))
+        and (has.nvme_saved or all(unit.saved != Tier.NVME for unit in units))
+        and (has.nvme_gradients or all(unit.gradient_tier != Tier.NVME for unit in units))
         and all(unit.activations in has.strategies for unit in units)
         and (may_code(problem) or not any(map(is_lossy, units)))
     )

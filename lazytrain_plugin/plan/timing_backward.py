@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import highspy
 
-from lazytrain_plugin.plan.capacity import nvme_mib, offloaded_mib
+from lazytrain_plugin.plan.capacity import nvme_updated_mib, offloaded_mib
+from lazytrain_plugin.plan.gradient_traffic import MEANS, stem_gradients
 from lazytrain_plugin.plan.names import name
-from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
-from lazytrain_plugin.plan.program_inputs import again_ms, nvme_input_mib
-from lazytrain_plugin.plan.simulate import MEANS, stem_gradients
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, mib, ms
+from lazytrain_plugin.plan.program_inputs import again_ms, parked_mib
 from lazytrain_plugin.plan.timing_forward import (
+    behind_ms,
     has_streams,
     last_sent_ms,
     loss_ms,
@@ -66,7 +67,7 @@ def add_backward_weights(model: highspy.Highs, problem: PlacementProblem, v: Var
 
 def _add_backward_read(model: highspy.Highs, problem: PlacementProblem, v: Variables, u: int) -> None:
     cost = problem.units[u]
-    read = ms(problem.nvme_read_s(cost.weight_bytes, each=True)) * v.homes["nvme"][u]
+    read = ms(problem.nvme_read_s(cost.weight_bytes, each=True)) * v.weights_on_nvme(u)
     done, num_units = v.disk_backward_ms[u], len(problem.units)
     if u + 1 < num_units:
         model.addConstr(done >= v.disk_backward_ms[u + 1] + read, name=name("reload_read_order", u))
@@ -180,7 +181,7 @@ def _add_places(model, problem: PlacementProblem, v: Variables, early: list[int]
     unit's without its computing, the unit's own, or for the embedding's the end. Between units it is Eq. 16's row.
     Rows: `place(k)`.
     """
-    behind, last = _behind_ms(problem), len(problem.units) - 1
+    behind, last = behind_ms(problem), len(problem.units) - 1
     begin: Expression = 0
     if problem.units:
         cost = problem.units[-1]
@@ -198,11 +199,33 @@ def _add_places(model, problem: PlacementProblem, v: Variables, early: list[int]
         model.addConstr(goes_on >= order[oldest][1] - behind * (1 - sends), name=name("place", label))
 
 
-def _behind_ms(problem: PlacementProblem) -> float:
-    """Most that D2H can be behind backward: gradients, and what forward left it to do."""
-    leaving = max((cost.boundary_bytes + cost.kept_bytes for cost in problem.units), default=0)
-    states = sum(cost.streamed_out_bytes + cost.weight_bytes for cost in problem.units[-2:])
-    return tail_ms(problem) + ms(problem.d2h_s(problem.activation_slots * leaving + states))
+def add_gradients_to_disk(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Gradients cross one of D buffers on their way to NVMe, in reverse order (Eq. 17).
+
+    gradients_written(u) >= gradients_written(u+1) + write(G);  >= arrived(u) + write(G) - behind (1 - on_nvme(u))
+    backward(u) >= gradients_written(u+D) - behind (1 - on_nvme(u)): the host waits for a buffer, and launches nothing.
+    With several micro-batches these are the sums, which come to memory for every addition after the first.
+    Rows: `gradients_write_order(u)`, `gradients_write(u)`, `gradients_buffer(u)`.
+    """
+    if not v.gradients_written_ms:
+        return
+    behind, num_units = behind_ms(problem), len(problem.units)
+    arrived = v.accumulated_ms if problem.has_accumulation else v.gradients_sent_ms
+    for u in reversed(range(num_units)):
+        on_nvme, written = v.gradients_on_nvme(u), v.gradients_written_ms[u]
+        write = ms(problem.nvme_write_s(_summed_bytes(problem.units[u]))) * on_nvme
+        if u + 1 < num_units:
+            after = v.gradients_written_ms[u + 1]
+            model.addConstr(written >= after + write, name=name("gradients_write_order", u))
+        model.addConstr(written >= arrived[u] + write - behind * (1 - on_nvme), name=name("gradients_write", u))
+        if u + problem.nvme_slots < num_units:
+            free = v.gradients_written_ms[u + problem.nvme_slots] - behind * (1 - on_nvme)
+            model.addConstr(v.backward_ms[u] >= free, name=name("gradients_buffer", u))
+
+
+def _summed_bytes(cost: UnitCost) -> int:
+    """Of a unit's gradients, what goes to NVMe in each backward."""
+    return cost.accumulator_bytes or cost.gradient_rest_bytes
 
 
 def add_accumulation(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -224,6 +247,8 @@ def add_accumulation(model: highspy.Highs, problem: PlacementProblem, v: Variabl
         sent = (v.gradients_sent_ms if is_unit else v.stem_sent_ms)[index]
         sends = v.sends(index) if is_unit else 1 - v.stem_on_gpu[index]
         duration = ms(cost.accumulate_s) * sends
+        if is_unit and v.gradients_written_ms:
+            duration = duration + ms(problem.nvme_read_s(cost.accumulator_bytes)) * v.gradients_on_nvme(index)
         label = index if is_unit else cost.name
         model.addConstr(done >= sent + duration, name=name("add", label))
         model.addConstr(done >= before + duration, name=name("add_order", label))
@@ -245,7 +270,7 @@ def add_repeated_forward(model: highspy.Highs, problem: PlacementProblem, v: Var
             slot_free = v.repeat_ms[u - problem.weight_slots]
             model.addConstr(arrives >= slot_free + duration, name=name("repeat_weights_slot", u))
             if v.disk_repeat_ms:
-                read = ms(problem.nvme_read_s(cost.weight_bytes, each=True)) * v.homes["nvme"][u]
+                read = ms(problem.nvme_read_s(cost.weight_bytes, each=True)) * v.weights_on_nvme(u)
                 done = v.disk_repeat_ms[u]
                 model.addConstr(done >= v.disk_repeat_ms[u - 1] + read, name=name("repeat_read_order", u))
                 if u >= problem.nvme_slots:
@@ -275,6 +300,25 @@ def _add_send(
     return sent
 
 
+def _add_disk_backlog(model: highspy.Highs, problem: PlacementProblem, v: Variables, period: Expression) -> None:
+    """What a backward reads takes time from writing, and the next forward's first write comes after it; and what a
+    forward writes from reading.
+
+    parked(0) >= parked(N-1) + lost - period + write(x(0)), and the same for the first input that is fetched; `period`
+    is that of a micro-batch. Rows: `disk_backlog(write)`, `disk_backlog(read)`.
+    """
+    num_units = len(problem.units)
+    parked = [problem.local_ranks * parked_mib(problem, v, u) for u in range(num_units)]
+    fetched = parked[: num_units - problem.nvme_slots]
+    lost = ms(problem.nvme_write_delay_s(MIB)) * sum(fetched)
+    write = ms(problem.nvme_write_s(MIB)) * parked[0]
+    model.addConstr(v.parked_ms[0] >= v.parked_ms[-1] + lost - period + write, name=name("disk_backlog", "write"))
+    if fetched:
+        lost = ms(problem.nvme_read_delay_s(MIB)) * sum(parked)
+        read, first = ms(problem.nvme_read_s(MIB)) * fetched[-1], v.fetched_ms[len(fetched) - 1]
+        model.addConstr(first >= v.fetched_ms[0] + lost - period + read, name=name("disk_backlog", "read"))
+
+
 def _stem_send(problem: PlacementProblem, v: Variables, s: int) -> Expression:
     return ms(problem.stem[s].gradient_d2h_s) * (1 - v.stem_on_gpu[s])
 
@@ -294,6 +338,9 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
     model.addConstr(v.step_ms == step, name="step_time")
     if not problem.has_gpu:
         return
+    if v.parked_ms:
+        period = v.end_ms + (v.repeat_ms[-1] + loss_ms(problem) if problem.has_accumulation else v.loss_ms)
+        _add_disk_backlog(model, problem, v, period)
     worker: Expression = 0
     meets: Expression = 0
     down: Expression = 0
@@ -308,10 +355,12 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         down = down + states + micro_batches * per_micro
         if problem.exchanges:
             meets = meets + ms(micro_batches * cost.exchange_s) + ms(cost.gather_s) * v.homes["resident"][u]
-        moved = nvme_mib(cost, v, u)
-        parked = micro_batches * problem.local_ranks * nvme_input_mib(problem, v, u)
-        read_mib = read_mib + moved + parked
-        written_mib = written_mib + (moved if cost.num_trainable else 0) + parked
+        changed, parked = nvme_updated_mib(cost, v, u), micro_batches * problem.local_ranks * parked_mib(problem, v, u)
+        gradients = micro_batches * mib(_summed_bytes(cost)) * v.gradients_on_nvme(u)
+        # What ran last is still in memory.
+        read_mib = read_mib + changed + (gradients if u >= problem.nvme_slots else 0)
+        read_mib = read_mib + (parked if u < len(problem.units) - problem.nvme_slots else 0)
+        written_mib = written_mib + (changed if cost.num_trainable else 0) + parked + gradients
     for s, cost in enumerate(problem.stem):
         sends = 1 - v.stem_on_gpu[s]
         worker = worker + ms(cost.cpu_update_s) * v.stem_on_worker(s) + ms(micro_batches * cost.accumulate_s) * sends

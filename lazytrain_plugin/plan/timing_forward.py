@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import highspy
 
-from lazytrain_plugin.plan.capacity import nvme_mib, offloaded_mib
+from lazytrain_plugin.plan.capacity import nvme_updated_mib, offloaded_mib
+from lazytrain_plugin.plan.gradient_traffic import stem_gradients
 from lazytrain_plugin.plan.names import name
-from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, ms
-from lazytrain_plugin.plan.simulate import NEEDED_FIRST, stem_gradients
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, mib, ms
+from lazytrain_plugin.plan.simulate import NEEDED_FIRST
 from lazytrain_plugin.plan.variables import Expression, Variables
 from lazytrain_plugin.units import MIB
 
@@ -67,6 +68,7 @@ def add_disk(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> N
     """NVMe reads and writes of updates, each in forward order, through D staging buffers (Eq. 11).
 
     disk_read(u) >= disk_read(u-1) + read_lost(u-1) + read(u);  disk_read(u) >= disk_written(u-D) + read(u)
+    disk_read(u) >= gradients_written(u) - end + read(u), for u >= D: those that came last are still in memory
     updated(u) >= disk_read(u) + update(u) on_worker(u)
     disk_written(u) >= disk_written(u-1) + write_lost(u) + write(u);  disk_written(u) >= updated(u) + write(u)
     step >= disk_written(N-1). `read_lost(u)`: what the writes of unit u take from reading; `write_lost(u)`: what its
@@ -78,9 +80,14 @@ def add_disk(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> N
     before_read: Expression = 0
     before_write: Expression = 0
     for u, cost in enumerate(problem.units):
-        moved = nvme_mib(cost, v, u)
+        moved = nvme_updated_mib(cost, v, u)
         written = moved if cost.num_trainable else 0
+        if v.gradients_written_ms and u >= depth:
+            moved = moved + mib(cost.accumulator_bytes or cost.gradient_rest_bytes) * v.gradients_on_nvme(u)
         read, write = ms(problem.nvme_read_s(MIB)) * moved, ms(problem.nvme_write_s(MIB)) * written
+        if v.gradients_written_ms and u >= depth:
+            there = v.gradients_written_ms[u] - v.end_ms - behind_ms(problem) * (1 - v.gradients_on_nvme(u))
+            model.addConstr(v.disk_read_ms[u] >= there + read, name=name("disk_read_gradients", u))
         model.addConstr(v.disk_read_ms[u] >= before_read + read, name=name("disk_read_order", u))
         if u >= depth:
             free = v.disk_written_ms[u - depth]
@@ -305,6 +312,19 @@ def tail_ms(problem: PlacementProblem) -> float:
     meeting = problem.gradient_slots * max((cost.exchange_s for cost in problem.units), default=0.0)
     meeting += sum(cost.exchange_s for cost in problem.stem)
     return ms(sends + stem + meeting + sum(cost.accumulate_s for cost in costs))
+
+
+def behind_ms(problem: PlacementProblem) -> float:
+    """Most that D2H can be behind backward, gradients and what forward left it to do, with a disk behind it."""
+    leaving = max((cost.boundary_bytes + cost.kept_bytes for cost in problem.units), default=0)
+    states = sum(cost.streamed_out_bytes + cost.weight_bytes for cost in problem.units[-2:])
+    behind = tail_ms(problem) + ms(problem.d2h_s(problem.activation_slots * leaving + states))
+    if problem.has_nvme:
+        largest = max((cost.state_bytes + leaving for cost in problem.units), default=0)
+        moves_s = problem.nvme_write_s(largest) + problem.nvme_read_s(largest)
+        lost_s = problem.nvme_write_delay_s(largest) + problem.nvme_read_delay_s(largest)
+        behind += ms(problem.nvme_slots * (moves_s + lost_s))
+    return behind
 
 
 def stem_indices(problem: PlacementProblem, *, first: bool) -> list[int]:

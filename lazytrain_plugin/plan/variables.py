@@ -7,7 +7,15 @@ from typing import Any
 
 import highspy
 
-from lazytrain_plugin.plan.choices import HOMES, allows_home, offloads_boundaries, parks_boundaries, saving_choices
+from lazytrain_plugin.plan.choices import (
+    HOMES,
+    allows_home,
+    offloads_boundaries,
+    parks_boundaries,
+    parks_gradients,
+    parks_saved,
+    saving_choices,
+)
 from lazytrain_plugin.plan.names import name
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.vocab import Activations, Tier
@@ -70,6 +78,7 @@ class Variables:
     repeat_left_ms: list[Column] = field(default_factory=list)
     disk_read_ms: list[Column] = field(default_factory=list)
     disk_written_ms: list[Column] = field(default_factory=list)
+    gradients_written_ms: list[Column] = field(default_factory=list)
     disk_backward_ms: list[Column] = field(default_factory=list)
     disk_repeat_ms: list[Column] = field(default_factory=list)
     parked_ms: list[Column] = field(default_factory=list)
@@ -85,7 +94,13 @@ class Variables:
 
     def on_nvme(self, u: int) -> Expression:
         """1 when the states of unit u rest on NVMe."""
-        return self.homes["nvme_states"][u] + self.homes["nvme"][u]
+        return self.homes["nvme_states"][u] + self.homes["nvme_gradients"][u] + self.weights_on_nvme(u)
+
+    def weights_on_nvme(self, u: int) -> Expression:
+        return self.homes["nvme"][u] + self.homes["nvme_all"][u]
+
+    def gradients_on_nvme(self, u: int) -> Expression:
+        return self.homes["nvme_gradients"][u] + self.homes["nvme_all"][u]
 
     def on_worker(self, u: int) -> Expression:
         """1 when the CPU updates unit u."""
@@ -178,7 +193,8 @@ def kinds_of_use(problem: PlacementProblem, v: Variables) -> dict[str, list[Colu
         "passing": [v.streams_states(u) for u in units],
         "boundary_cpu": list(v.boundary_on_cpu),
         "nvme": [v.on_nvme(u) for u in units],
-        "nvme_weights": list(v.homes["nvme"]),
+        "nvme_weights": [v.weights_on_nvme(u) for u in units],
+        "boundary_nvme": list(v.boundary_on_nvme),
     }
     for activations, tier in dict.fromkeys(choice for choices in v.saved for choice in choices):
         if tier != Tier.GPU:
@@ -190,7 +206,12 @@ def kinds_of_use(problem: PlacementProblem, v: Variables) -> dict[str, list[Colu
 def offloads_anything(problem: PlacementProblem) -> bool:
     """Whether activations of any kind may leave the GPU."""
     able = problem.capabilities
-    return parks_boundaries(problem) or problem.has_gpu and (able.offloaded_boundaries or able.offloaded_saved)
+    return parks_anything(problem) or problem.has_gpu and (able.offloaded_boundaries or able.offloaded_saved)
+
+
+def parks_anything(problem: PlacementProblem) -> bool:
+    """Whether activations of any kind may rest on NVMe."""
+    return parks_boundaries(problem) or parks_saved(problem)
 
 
 def define_times(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -233,6 +254,7 @@ def define_times(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
             "disk_written_ms": "disk_written",
             "disk_backward_ms": "disk_backward",
         }
+        per_unit |= {"gradients_written_ms": "gradients_written"} if parks_gradients(problem) else {}
     for attribute, kind in per_unit.items():
         setattr(v, attribute, [_positive(model, name(kind, index)) for index in units])
     for attribute, kind in per_stem.items():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from lazytrain_plugin.plan.choices import HOMES
 from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.problem import UnitCost, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
@@ -106,6 +107,33 @@ def test_gradients_of_the_stem_take_slots_too():
     resident = replace(leanest_plan(slow), stem=(replace(leanest_plan(slow).stem[0], **ON_GPU),))
     assert step_s(slow) == pytest.approx(step_s(slow, resident))
     assert simulate(slow, leanest_plan(slow)).backward_s == pytest.approx(simulate(slow, resident).backward_s + 7)
+
+
+def test_gradients_on_a_disk_are_written_as_they_come_and_read_for_their_update():
+    """Those that came last, of the units that are updated first, are still in their buffers."""
+    problem = replace(timed(4, d2h=0.5), nvme_slots=2, nvme_write_bytes_per_s=1e6, nvme_read_bytes_per_s=2e6)
+    units = tuple(
+        replace(unit, gradient_bytes=3_000_000, remainder_bytes=1_000_000, moment_bytes=0, weight_bytes=0)
+        for unit in problem.units
+    )
+    problem = replace(problem, units=units)
+    plan = leanest_plan(problem).with_units(**HOMES["nvme_gradients"])
+    events = {event.name: event for event in simulate(problem, plan, record=True).events}
+    seconds = {name: round(event.end_s - event.start_s, 6) for name, event in events.items() if "layers" in name}
+    assert {seconds[f"write gradients layers.{u}"] for u in range(4)} == {3.0}
+    assert [seconds[f"read layers.{u}"] for u in range(4)] == [0.5, 0.5, 2.0, 2.0]
+    assert {seconds[f"write layers.{u}"] for u in range(4)} == {1.0}
+    # Unit 1's gradient needs the buffer of unit 3's, which is on the disk 3.5 s after it was computed.
+    assert events["gradients layers.1"].start_s >= events["write gradients layers.3"].end_s
+    summed = replace(problem, accumulation_steps=2)
+    summed = replace(summed, units=tuple(replace(u, accumulate_s=0.25, accumulator_bytes=4_000_000) for u in units))
+    events = simulate(summed, plan, record=True).events
+    kinds = [event.name for event in events if event.name.endswith("gradients layers.3")]
+    assert kinds == ["gradients layers.3", "write gradients layers.3"] + [
+        "gradients layers.3",
+        "read gradients layers.3",
+        "write gradients layers.3",
+    ]
 
 
 def test_kept_units_save_their_recompute():
