@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_STEP = 3
 """Optimizer steps before the one that measures: gradients of the very first tell little."""
-MOST_TOKENS = 1024
+MOST_TOKENS = 2**15
+"""Of a sequence: a layer runs on all of it, for its masks and positions; that takes what its recompute takes."""
+MOST_ROWS = 1024
+"""Of them are looked at, in fp32."""
 Errors = dict[str, dict[int, float]]
 
 
@@ -102,7 +105,7 @@ def measure(call: UnitCall, inputs: list[torch.Tensor], output_gradients) -> Err
     leaf = sample[next(i for i, t in enumerate(inputs) if t is hidden)]
     if leaf.shape[:-1].numel() > MOST_TOKENS:
         raise ValueError(f"a sequence has {leaf.shape[:-1].numel()} tokens, more than the {MOST_TOKENS} of a sample")
-    errors = OperatorErrors(tuple(FORMATS.values()))
+    errors = OperatorErrors(tuple(FORMATS.values()), most_rows=MOST_ROWS)
     handles = watch_operators(call.unit.module, errors)
     try:
         with torch.enable_grad(), call.before.restored():

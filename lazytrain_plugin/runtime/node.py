@@ -311,9 +311,11 @@ class UnitCall:
         if self.dropped is not None:
             find_again(self)
         with self.executor.lease(self.unit, backward=True):
-            graph = self.graph if self.keep else self.recompute(inputs := self.bring_back_inputs(stayed), retain)
+            inputs = [] if self.keep else self.bring_back_inputs(stayed)
             if self.executor.on_backward is not None and not self.keep:
+                # Before the recompute: whatever it runs takes memory that is free until then.
                 self.executor.on_backward(self, inputs, output_gradients)
+            graph = self.graph if self.keep else self.recompute(inputs, retain)
             gradients = graph.gradients(output_gradients, retain=retain and self.keep)
             num_leaves = len(graph.differentiable_leaves)
             by_leaf = dict(zip(graph.differentiable_leaves, gradients[:num_leaves], strict=True))

@@ -24,12 +24,20 @@ MOST_ELEMENTS = 2**26
 
 
 class OperatorErrors:
-    """Sums of squares of gradients and of their errors, per class and format."""
+    """Sums of squares of gradients and of their errors, per class and format.
 
-    def __init__(self, formats: Sequence[str]) -> None:
-        self.formats = tuple(formats)
+    Args:
+        most_rows: of what an operator reads (tokens, or heads of them) so many are looked at; None: all.
+    """
+
+    def __init__(self, formats: Sequence[str], *, most_rows: int | None = None) -> None:
+        self.formats, self._most_rows = tuple(formats), most_rows
         self._exact: dict[str, Tensor | float] = defaultdict(float)
         self._off: dict[tuple[str, str], Tensor | float] = defaultdict(float)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The first rows [rows, columns] of an operand, or of its gradient."""
+        return tensor.flatten(0, -2)[: self._most_rows]
 
     def measure(
         self, name: str, gradients: Callable[..., Iterable[Tensor]], saved: tuple[Tensor, ...], coded: tuple[int, ...]
@@ -91,10 +99,11 @@ def _when_differentiated(output: Tensor, measure: Callable[[Tensor], None]) -> N
 
 def _watch_norm(errors: OperatorErrors):
     def hook(norm: nn.Module, inputs, output) -> None:
-        x = inputs[0].detach()
+        x = errors.rows(inputs[0].detach())
         weights = {name: weight.detach().float() for name, weight in norm.named_parameters()}
         function = lambda x: torch.func.functional_call(_Plain(norm), _renamed(weights), (x,))  # noqa: E731
-        _when_differentiated(output, lambda g: errors.measure("norm", gradients_of(function, g), (x,), (0,)))
+        measure = lambda g: errors.measure("norm", gradients_of(function, errors.rows(g)), (x,), (0,))  # noqa: E731
+        _when_differentiated(output, measure)
 
     return hook
 
@@ -116,10 +125,10 @@ def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _watch_linear(errors: OperatorErrors):
     def hook(linear: nn.Module, inputs, output) -> None:
-        x = inputs[0].detach().flatten(0, -2)
+        x = errors.rows(inputs[0].detach())
 
         def measure(gradient: Tensor) -> None:
-            flat = gradient.flatten(0, -2).float()
+            flat = errors.rows(gradient).float()
             errors.measure("gemm", lambda x: (flat.T @ x,), (x,), (0,))
 
         _when_differentiated(output, measure)
@@ -131,9 +140,12 @@ def _watch_gated(mlp: nn.Module, errors: OperatorErrors) -> list[torch.utils.hoo
     kept: dict[str, Tensor] = {}
 
     def before_down(down: nn.Module, inputs) -> None:
-        gate, up = kept.pop("gate"), kept.pop("up")
+        gate, up = errors.rows(kept.pop("gate")), errors.rows(kept.pop("up"))
         function = lambda gate, up: mlp.act_fn(gate) * up  # noqa: E731
-        measure = lambda g: errors.measure("swiglu", gradients_of(function, g), (gate, up), (0, 1))  # noqa: E731
+
+        def measure(gradient: Tensor) -> None:
+            errors.measure("swiglu", gradients_of(function, errors.rows(gradient)), (gate, up), (0, 1))
+
         _when_differentiated(inputs[0], measure)
 
     return [

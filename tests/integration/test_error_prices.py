@@ -15,6 +15,7 @@ from lazytrain_plugin.integration.fused_modules import fuse_rms_norms, fuse_swig
 from lazytrain_plugin.integration.plan_cache import PlanCache
 from lazytrain_plugin.plan.formats import GRADIENT_ERROR
 from lazytrain_plugin.runtime import activation_store
+from lazytrain_plugin.runtime.operator_errors import OperatorErrors, watch_operators
 from lazytrain_plugin.vocab import Activations, Fidelity
 from tests.plan import builders
 from tests.runtime.rig import DEVICES, make_executor, plan_for
@@ -68,6 +69,22 @@ def test_a_layer_measures_its_classes_once_and_training_does_not_notice(device):
     undisturbed, nothing = trained(device, measures=False)
     assert nothing == []
     assert all(torch.equal(a, b) for a, b in zip(weights, undisturbed, strict=True))
+
+
+def test_of_a_long_sequence_the_first_tokens_are_looked_at(monkeypatch):
+    """The layer runs on all of it; fp32 copies are made of some rows."""
+    errors = OperatorErrors(("fp4",), most_rows=3)
+    linear = torch.nn.Linear(128, 4, bias=False)
+    (handle,) = watch_operators(torch.nn.Sequential(linear), errors)
+    x = torch.randn(2, 5, 128)
+    linear(x).sum().backward()
+    handle.remove()
+    once = OperatorErrors(("fp4",))
+    once.measure("gemm", lambda x: (torch.ones(3, 4).T @ x,), (x.flatten(0, 1)[:3],), (0,))
+    assert errors.table()["gemm"]["fp4"] == pytest.approx(once.table()["gemm"]["fp4"], rel=1e-6)
+    monkeypatch.setattr("lazytrain_plugin.integration.error_prices.MOST_ROWS", 4)
+    (found,) = trained("cpu")[1]
+    assert found.keys() == GRADIENT_ERROR.keys()
 
 
 def test_three_layers_measure_and_their_errors_are_averaged(monkeypatch):
