@@ -32,6 +32,7 @@ class _Count:
     columns: tuple[int, ...]
     weight: float
     """Branching goes to the count with the largest weight times distance from a whole number."""
+    is_use: bool = False
 
     def value(self, values: list[float]) -> float:
         return sum(values[column] for column in self.columns)
@@ -110,8 +111,10 @@ class CountBounds:
         for place, count in enumerate(self._counts):
             value = count.value(values)
             distance = abs(value - round(value))
-            if distance > INTEGRAL and distance * count.weight > best_score:
-                best, best_score, best_value = place, distance * count.weight, value
+            # A use is as small a fraction as few units have it; the smaller, the more its slots are missed.
+            score = count.weight * (1 - value if count.is_use else distance)
+            if distance > INTEGRAL and score > best_score:
+                best, best_score, best_value = place, score, value
         return best, best_value
 
     def _apply(self, bounds: dict[int, tuple[float, float]]) -> None:
@@ -125,7 +128,7 @@ class CountBounds:
     @staticmethod
     def _uses(v: Variables):
         for column in v.used.values():
-            yield _Count(column.index, False, (column.index,), 1e4)
+            yield _Count(column.index, False, (column.index,), 1e4, is_use=True)
 
     @staticmethod
     def _stem_counts(problem: PlacementProblem, v: Variables):
