@@ -69,8 +69,9 @@ def measure_links(hops: Hops, between: BetweenNodes, *, network: bool = True) ->
     """
 
     def inside(numel: int) -> None:
-        rows = torch.zeros(hops.ranks_per_node, -(-numel // hops.ranks_per_node), dtype=torch.bfloat16)
-        overlapped([sum_inside(hops, rows.to(hops.device))])
+        shape = hops.ranks_per_node, -(-numel // hops.ranks_per_node)
+        rows = torch.zeros(shape, dtype=torch.bfloat16, device=hops.device)
+        overlapped([sum_inside(hops, rows)])
 
     def time_of(key: str, run: Callable[[int], None]) -> Line:
         if key not in hops.lines:

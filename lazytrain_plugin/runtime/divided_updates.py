@@ -35,7 +35,7 @@ class DividedUpdates(StreamedUpdates):
             return None
         update = StreamedUpdate(unit, steps, chunks, None, _nothing, _nothing)
         for chunk in chunks:
-            self._pass(unit, update, chunk, None, None)
+            self._pass(unit, update, chunk, weights=None, before=None, came=None)  # weights come with their states
         # Chunks return in order: the last one's return stands for all.
         last = self._slots[(self._turn - 1) % len(self._slots)]
         return self._streams.record(last.stream, blocking=True)
