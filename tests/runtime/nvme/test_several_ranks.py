@@ -5,6 +5,7 @@ One set of processes runs every case: starting them takes longer than training.
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.vocab import Tier, Updater
 from tests.comm.ranks import run_ranks, succeed
-from tests.runtime.nvme.rig import full_state, on_nvme
+from tests.runtime.nvme.rig import big_model, full_state, on_nvme
 from tests.runtime.rig import make_executor, plan_for
 from tests.runtime.test_several_ranks import DEVICES, MODELS, global_batches
 
@@ -138,6 +139,29 @@ def test_the_same_bits_as_in_host_memory(device, disk, size, names):
                 for key, value in in_memory.items():
                     assert torch.equal(found[name, run][key], value), (name, run, key)
     assert not list(disk.iterdir())
+
+
+def peaks_of_memory(rank, device, disk, num_layers):
+    """Peak RSS in MiB with the model made, when it is placed, and after a step; a small model first."""
+    ranks, peaks = RankGroup(device), []
+    for model in (big_model(2), big_model(num_layers)):
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        plan = on_nvme(plan_for(model), **ALL)
+        executor = make_executor(model, plan, device=str(device), native=True, ranks=ranks, nvme=NvmeTier([disk]))
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        executor.begin_forward()
+        model.loss(global_batches(1, 2)[0].chunk(2)[rank]).backward()
+        executor.step(0.0)
+        executor.flush()
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        executor.close()
+    return peaks[3:]
+
+
+def test_two_ranks_never_hold_in_memory_what_is_on_disk(disk):
+    """S-07, S-17: 30 MiB of weights, 60 of states and 30 of gradients; each rank has the weights as it made them."""
+    for made, placed, trained in succeed(peaks_of_memory, 2, str(disk), 30):
+        assert placed - made < 15 and trained - made < 40, (made, placed, trained)
 
 
 def has_no_room(rank, device, disk):
