@@ -105,8 +105,12 @@ class HomeStates:
         Where they are on the GPUs of several ranks, all of the node go through them at once, and ask for the same.
         Errors as of `Journal.wait` (runtime/nvme/peers.py).
         """
-        for rank in range(self.ranks.local_size if self.is_divided else 1):
-            span = self._span_of(tensor, rank) if self.is_divided else slice(0, tensor.numel)
+        if not self.is_divided or tensor.numel == 0:
+            with self.states_in_memory(changes=False):
+                yield slice(0, tensor.numel)
+            return
+        for rank in range(self.ranks.local_size):
+            span = self._span_of(tensor, rank)
             if span.start == span.stop:
                 continue
             if self.is_on_several_gpus:
@@ -117,7 +121,7 @@ class HomeStates:
                 finally:
                     self.held = before
                 continue
-            if not self.is_divided or rank == self.ranks.local_rank:
+            if rank == self.ranks.local_rank:
                 with self.states_in_memory(changes=False):
                     yield span
                 continue
