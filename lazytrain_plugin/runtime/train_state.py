@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from lazytrain_plugin.errors import LazyTrainError
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.runtime.gradient_format import as_values
@@ -93,14 +92,9 @@ class ExecutorState:
         if unit.fold_ticket is not None:
             unit.fold_ticket.wait()
         home = unit.home
-        if home.has_part_of_gradients and home.nvme_gradients is not None:
-            raise LazyTrainError(
-                f"{record.name}: its gradient is on NVMe, where each of several ranks has a part of it, and can't be "
-                "read whole; leave `gradients` out of the plan file, or look at it with parameter.register_hook"
-            )
         with home.gradients_in_memory() if arrival == Arrival.WHOLE else home.sums_in_memory(changes=False):
             found = as_values(gradient_of(unit, tensor, arrival))
-            values = logical_order(tensor, home.assembled(tensor, found) if home.is_on_several_gpus else found)
+            values = logical_order(tensor, home.assembled(tensor, found) if home.has_part_of_gradients else found)
             # What comes from NVMe is in memory that is someone else's next.
             return values.clone() if home.nvme_gradients is not None else values
 

@@ -14,6 +14,7 @@ import torch
 
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.vocab import Tier, Updater
 from tests.comm.ranks import run_ranks, succeed
 from tests.runtime.nvme.rig import big_model, full_state, on_nvme
@@ -71,7 +72,7 @@ def run_case(
     ranks, device, tier, *, model="wide", home="cpu", state_bits=32, dtype=torch.bfloat16, least_coded_numel=0,
     gradient_bits=16, max_norm=0.0, accumulation=1, slots=2, every=1, disk=None, moves=(), writes=False,
 ):  # fmt: skip
-    """Norms, masters and states after some steps.
+    """The first gradients; norms, masters and states after some steps.
 
     `disk`: what rests there. `moves`: other plans, made of the first one, for the steps after the first. `writes`: from
     outside, to weights.
@@ -97,14 +98,24 @@ def run_case(
             ids = next(data).chunk(ranks.size)[ranks.rank].to(device)
             (model.loss(ids) / accumulation).backward()
             executor.end_backward()
+        if step == 0:
+            gradients = read_gradients(executor)
         norms.append(executor.step(max_norm)[0].total)
         if writes and step == 0:
             write_from_outside(model, ranks)
     executor.flush()
-    found = {"norms": torch.tensor(norms, dtype=torch.float64), **full_state(executor)}
+    found = {"norms": torch.tensor(norms, dtype=torch.float64), **gradients, **full_state(executor)}
     ranks.barrier("end of a case")  # each reads what is on the others' disk
     executor.close()
     return found
+
+
+def read_gradients(executor):
+    executor.flush()
+    executor.ranks.barrier("reading of gradients")
+    state = ExecutorState(executor)
+    read = {f"gradient of {record.name}": state.read_gradient(record) for record in state.records}
+    return {name: gradient.clone() for name, gradient in read.items() if gradient is not None}
 
 
 def write_from_outside(model, ranks):
