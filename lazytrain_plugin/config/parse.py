@@ -36,6 +36,16 @@ _UNIT_BYTES = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
+NOT_OFFERED = {
+    "shard": (
+        "states and weights are always divided over the ranks of a node, and each node has all of them (so that only "
+        'gradients cross the network). Where a node is too small for that, use "fidelity": "balanced" (8-bit states), '
+        'an "nvme_path", or DeepSpeed itself with "enabled": false'
+    ),
+}
+"""Keys that one might look for, and what to do instead."""
+
+
 def lazytrain_block(ds_config: Any) -> dict | None:
     """The block of a DeepSpeed config dict, or None if there is none or it is switched off.
 
@@ -105,6 +115,8 @@ def _unknown_key(key: Any, config_type: type) -> str:
     paths = _all_paths(LazyTrainConfig)
     here = [item.name for item in fields(config_type)]
     lowered = str(key).lower()
+    if lowered in NOT_OFFERED:
+        return f'"{config_type.PATH}.{key}" is not offered: {NOT_OFFERED[lowered]}.'
     if elsewhere := [path for path in paths if path.rpartition(".")[2] == lowered and lowered not in here]:
         return f'{message}; it belongs at "{elsewhere[0]}".'
     if near := difflib.get_close_matches(lowered, here, n=1, cutoff=0.5):

@@ -67,6 +67,7 @@ def test_null_means_the_default_where_a_key_allows_it():
         ({"implementaton": "torch"}, 'did you mean "lazytrain.optimizer.implementation"'),
         ({"xyzzy": 1}, "the keys are enabled, fidelity"),
         ({7: 1}, 'Unknown key "7"'),
+        ({"shard": "job"}, '"lazytrain.shard" is not offered: states and weights are always divided over the ranks'),
     ],
 )
 def test_unknown_key_names_the_nearest(block, says):
