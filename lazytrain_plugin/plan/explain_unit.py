@@ -142,7 +142,7 @@ def _costs(cost: UnitCost, profile: UnitProfile) -> Table:
         table.add_row("states and gradients", format_bytes(cost.state_bytes))
         updates = f"{1e3 * cost.cpu_update_s:.2f} ms on the CPU"
         table.add_row(
-            "update", updates + (f", {1e3 * cost.gpu_update_s:.2f} ms on the GPU" if cost.gpu_update_s else "")
+            "update", updates + (f", {1e3 * cost.own_update_s:.2f} ms on the GPU" if cost.gpu_update_s else "")
         )
     if cost.forward_s:
         table.add_row("forward, backward", f"{1e3 * cost.forward_s:.2f} ms, {1e3 * cost.backward_s:.2f} ms")

@@ -1,5 +1,6 @@
 import pytest
 
+from lazytrain_plugin.comm.links import line_through
 from lazytrain_plugin.comm.threshold import NEVER, choose, measure
 from lazytrain_plugin.comm.topology import Topology, node_key
 from lazytrain_plugin.errors import ConfigError
@@ -36,6 +37,13 @@ def test_the_threshold_is_where_the_lines_cross():
     assert choose((2**12, 2**14, 2**16), [1e-3, 1.6e-3, 4.1e-3], [1e-3, 5e-3, 4e-3]) == 2**16
     assert choose((2**12, 2**14, 2**16), [1e-3, 1.6e-3, 4.1e-3], [1e-3, 5e-3, 9e-3]) == NEVER
     assert choose((100,), [2.0], [1.0]) == 100 and choose((100,), [1.0], [2.0]) == NEVER
+
+
+def test_a_link_is_as_fast_as_its_largest_exchanges():
+    line = line_through((1000, 100_000, 1_000_000), (2e-3, 5e-3, 50e-3))
+    assert line.element_s == pytest.approx(45e-3 / 900_000) and line.latency_s == pytest.approx(2e-3 - 1000 * 5e-8)
+    assert line_through((1000,), (2e-3,)).element_s == 2e-6
+    assert line_through((1000, 4000), (2e-3, 1e-3)).element_s == 1e-3 / 4000  # the small one met another process
 
 
 def test_measuring_stops_at_its_budget():

@@ -6,6 +6,7 @@ import pytest
 
 from lazytrain_plugin.integration.plan_cache import PlanCache
 from lazytrain_plugin.plan.check import check_plan
+from lazytrain_plugin.plan.cluster import Cluster
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.units import MIB
@@ -26,6 +27,18 @@ def test_the_same_question_finds_its_plan(cache):
     # Free memory differs a little from run to run.
     a_little_less = replace(HARDWARE, cpu_free_bytes=HARDWARE.cpu_free_bytes + 3 * MIB)
     assert cache.load_plan(MODEL, a_little_less, REQUEST) is not None
+
+
+def test_a_link_that_measures_a_little_different_finds_its_plan(tmp_path):
+    def asked(network_bytes_per_s, **changes):
+        link = {"network_bytes_per_s": network_bytes_per_s, "inside_bytes_per_s": 5e9, "wire_bytes_per_element": 8}
+        return replace(REQUEST, nodes=2, cluster=Cluster(nodes=2, ranks_per_node=1, **link, **changes))
+
+    cache = PlanCache(tmp_path)
+    cache.store_plan(MODEL, HARDWARE, asked(1e9), make_plan(MODEL, HARDWARE, asked(1e9)))
+    assert cache.load_plan(MODEL, HARDWARE, asked(1.1e9, latency_s=1e-4)) is not None
+    assert cache.load_plan(MODEL, HARDWARE, asked(1e8)) is None
+    assert cache.load_plan(MODEL, HARDWARE, replace(REQUEST, nodes=2)) is None
 
 
 @pytest.mark.parametrize(
