@@ -35,6 +35,7 @@ class Facts:
     updates: int
     streamed: bool
     sends: bool
+    has_place: bool
     leaves: bool
     update_s: float
     """On the worker, slowed down by what leaves."""
@@ -100,6 +101,7 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         updates=updates,
         streamed=streamed,
         sends=sends,
+        has_place=cost.has_gradient_place,
         leaves=offloaded > 0,
         update_s=cost.cpu_update_s + delay_s,
         delay_s=delay_s,

@@ -77,7 +77,8 @@ class GradientTraffic:
         sent_s = self._clock.run(
             f"gradients {cost.name}", Resource.D2H, cost.gradient_d2h_s, ready_s, num_bytes=cost.gradient_bytes
         )
-        (self._means if exchanged else self._places).use(sent_s)
+        if exchanged or cost.has_gradient_place:
+            (self._means if exchanged else self._places).use(sent_s)
         if on_disk:
             return self._to_disk(cost, on_disk, sent_s)
         return self._accumulate(cost, sent_s)

@@ -359,11 +359,11 @@ class _Replay:
             computed_s = self.exchange_s = start_s + meets_s
             self.sent.append(computed_s)
         if sends:
-            sent_s = self.d2h_s = (self.d2h_s if self.d2h_s > computed_s else computed_s) + fact.send_s
-            (self.means if meets_s else self.sent).append(sent_s)
-            computed_s = sent_s
+            computed_s = self.d2h_s = (self.d2h_s if self.d2h_s > computed_s else computed_s) + fact.send_s
+            if meets_s or fact.has_place:
+                (self.means if meets_s else self.sent).append(computed_s)
             if fact.add_s:
-                computed_s = self.worker_s = max(self.worker_s, sent_s) + fact.add_s
+                computed_s = self.worker_s = max(self.worker_s, computed_s) + fact.add_s
         self.gradient_s[place] = computed_s
         if (sends or meets_s) and self.sent[0] > self.compute_s:
             self.compute_s = self.sent[0]

@@ -179,8 +179,9 @@ def _add_places(model, problem: PlacementProblem, v: Variables, early: list[int]
 
     Of what goes home k-th, the head's first: backward >= sent(k-R+1) - behind (1 - sends(k)), `backward` being the next
     unit's without its computing, the unit's own, or for the embedding's the end. Between units it is Eq. 16's row.
-    Rows: `place(k)`.
+    Small ones take none. Rows: `place(k)`.
     """
+    early = [s for s in early if problem.stem[s].has_gradient_place]
     behind, last = behind_ms(problem), len(problem.units) - 1
     begin: Expression = 0
     if problem.units:

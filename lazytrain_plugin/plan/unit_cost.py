@@ -12,6 +12,8 @@ from lazytrain_plugin.vocab import Activations
 
 STEM_STAGING_BYTES = 256 * MIB
 """A unit's states pass the GPU in chunks of at most this."""
+SMALL_SEND_BYTES = MIB
+"""Gradients of the stem below this go home beside the others: see `UnitCost.has_gradient_place`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,12 @@ class UnitCost:
     def state_bytes(self) -> int:
         """Remainder, moments, gradients and accumulators: what rests at the updater's side beside the weights."""
         return self.rest_state_bytes + self.gradient_rest_bytes + self.accumulator_bytes
+
+    @property
+    def has_gradient_place(self) -> bool:
+        """Its gradients are one of those for whose way home there are slots. The final norm's are none: for them the
+        compute stream would wait until the head's, which come just before, are home."""
+        return self.role != UnitRole.REST or self.gradient_bytes >= SMALL_SEND_BYTES
 
     @property
     def gradient_rest_bytes(self) -> int:

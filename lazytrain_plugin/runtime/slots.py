@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lazytrain_plugin.plan.simulate import Resource
+from lazytrain_plugin.plan.unit_cost import SMALL_SEND_BYTES
 from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.streams import Streams
 
@@ -155,7 +156,7 @@ class Outbox:
     def __init__(self, streams: Streams, count: int) -> None:
         self._streams = streams
         self._count = count
-        self._sent: deque[tuple[object, list[torch.Tensor]]] = deque()
+        self._sent: deque[tuple[object, list[torch.Tensor], bool]] = deque()
 
     def send(self, unit: Unit, pieces: list[tuple[HostBuffer, int, torch.Tensor]], *, after=None):
         """Starts one transfer per piece (buffer, offset in bytes, contiguous device tensor); returns their event.
@@ -172,11 +173,15 @@ class Outbox:
                 for buffer, offset_bytes, tensor in pieces:
                     buffer.write(offset_bytes, tensor.view(torch.uint8))
         arrived = streams.record(streams.d2h)
-        self._sent.append((arrived, [tensor for _, _, tensor in pieces]))
+        takes_place = unit.module is not None or num_bytes >= SMALL_SEND_BYTES
+        self._sent.append((arrived, [tensor for _, _, tensor in pieces], takes_place))
         self.trim(self._count)
         return arrived
 
     def trim(self, count: int) -> None:
-        """Lets go of all but the last `count` units' gradients; the compute stream waits for their arrival first."""
-        while len(self._sent) > count:
+        """Lets go of all but the last `count` units' gradients; the compute stream waits for their arrival first.
+
+        Small ones of the stem don't count: they come just after the head's, and would make it wait for those.
+        """
+        while sum(takes_place for _, _, takes_place in self._sent) > count or not count and self._sent:
             self._streams.compute_waits(self._sent.popleft()[0], "gradients")

@@ -14,6 +14,7 @@ from lazytrain_plugin.plan.problem import GPU_RESERVE_BYTES, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import simulate
+from lazytrain_plugin.plan.unit_cost import SMALL_SEND_BYTES
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import GIB
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
@@ -98,11 +99,16 @@ def test_plans_that_save_activations_hold_what_was_measured(plan, batch, allocat
 
 def test_the_head_s_gradient_is_waited_for_where_it_was():
     """0.0195 or 0.0196 s a step in each measured plan whose head and small tensors both have their states on the host
-    (benchmarks/results/step_h200_202611, calls E, G and H), whatever the batch; next to nothing in the others."""
+    (benchmarks/results/step_h200_202611, calls E, G and H), whatever the batch; next to nothing in the others. Small
+    tensors took a gradient slot then."""
     problem, plan = problem_and_plan("planned, 32-bit")
     assert [unit.states for unit in plan.stem] == [Tier.GPU, Tier.GPU, Tier.CPU]
     both = replace(plan, stem=(replace(plan.stem[0], **OFF_GPU), *plan.stem[1:]))
-    waits_s = simulate(problem, both).backward_s - simulate(problem, plan).backward_s
+    assert simulate(problem, both).backward_s == pytest.approx(simulate(problem, plan).backward_s, abs=1e-6)
+    then = replace(
+        problem, stem=tuple(replace(c, gradient_bytes=SMALL_SEND_BYTES) for c in problem.stem[:1]) + problem.stem[1:]
+    )
+    waits_s = simulate(then, both).backward_s - simulate(then, plan).backward_s
     # The plan counts with the link's rate while the other direction and the CPU update are busy, the run had it alone.
     machine = HardwareProfile.load(H200)
     alone_s = waits_s * machine.d2h_shared_bytes_per_s / machine.d2h_bytes_per_s

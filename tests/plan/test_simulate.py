@@ -9,6 +9,7 @@ from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.problem import UnitCost, build_problem
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.simulate import Resource, simulate
+from lazytrain_plugin.plan.unit_cost import SMALL_SEND_BYTES
 from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 from tests.plan import builders
@@ -92,9 +93,11 @@ def test_with_one_gradient_slot_backward_waits_for_every_gradient():
 
 
 def test_gradients_of_the_stem_take_slots_too():
-    """The head's crosses the link while the last unit computes, unless something small has to go after it."""
+    """The head's crosses the link while the last unit computes, unless something large has to go after it."""
     head = stem_unit(UnitRole.HEAD, gradient_d2h_s=5.0)
-    rest = stem_unit(UnitRole.REST)
+    norm = replace(stem_unit(UnitRole.REST), gradient_bytes=1000)
+    assert step_s(timed(stem=[norm, head])) == pytest.approx(24)
+    rest = replace(norm, gradient_bytes=SMALL_SEND_BYTES)
     problem = timed(stem=[rest, head])
     lean = leanest_plan(problem)
     norm_on_gpu = replace(lean, stem=(replace(lean.stem[0], **ON_GPU), lean.stem[1]))

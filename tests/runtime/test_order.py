@@ -6,7 +6,7 @@ from torch import nn
 
 from lazytrain_plugin.plan.simulate import Resource, simulate
 from lazytrain_plugin.profile.model import UnitRole
-from lazytrain_plugin.runtime import discovery
+from lazytrain_plugin.runtime import discovery, slots
 from lazytrain_plugin.runtime.slots import Outbox
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.update import NativeAdamW
@@ -70,3 +70,29 @@ def test_updates_on_the_compute_stream_are_no_idle_time(model, monkeypatch):
     executor.close()
     num_units = len(executor.all_units)
     assert log == ["end_idle", "begin_idle", "end_idle", *num_units * ["update"], "begin_idle"]
+
+
+def test_small_gradients_of_the_stem_take_no_slot(model, monkeypatch):
+    """The final norm's come just after the head's, and the compute stream would wait until those are home."""
+    waits = []
+    monkeypatch.setattr(
+        Streams, "compute_waits", lambda self, event, cause, *, since=None: waits.append((cause, event))
+    )
+    executor = make_executor(model, plan_for(model), native=True)  # two gradient slots, one of them for the way home
+    outbox = executor._sink.outbox = Outbox(executor.streams, 1)
+    head, rest = (next(u for u in executor.stem if u.name == f"stem.{name}") for name in ("head.weight", "rest"))
+    monkeypatch.setattr(slots, "SMALL_SEND_BYTES", rest.layout.gradient_bytes + 1)
+    sent = {}
+    for unit in (head, rest, executor.units[-1], executor.units[0]):
+        flat = torch.zeros(unit.layout.gradient_bytes, dtype=torch.uint8)
+        sent[unit] = outbox.send(unit, [(unit.home.gradient_buffer, 0, flat)])
+        if unit is rest:
+            assert not waits
+    assert [event for cause, event in waits if cause == "gradients"] == [
+        sent[head],
+        sent[rest],
+        sent[executor.units[-1]],
+    ]
+    outbox.trim(0)
+    assert [event for cause, event in waits if cause == "gradients"] == list(sent.values())
+    executor.close()
