@@ -190,11 +190,13 @@ def _search(problem: PlacementProblem, deadline: Deadline, gap_frac: float) -> t
     if relaxed is None:
         return Outcome(status="infeasible"), found
     lean = leanest_plan(problem)
+    # First of all: where time is short it finds the best placement, and the greedy family takes as much of it.
+    first = search_patterns(problem, rounded(problem, v, relaxed, lean), deadline=deadline)
     for policy in POLICIES:
         found.add(policy.place(problem), of_others=True)
     found.add(plan_greedily(problem), of_others=True)
     starts = [found.best or lean]
-    found.add(search_patterns(problem, rounded(problem, v, relaxed, lean), deadline=deadline))
+    found.add(first)
     found.polish(deadline)
     counts = CountBounds(problem, model, v, relaxed)
     rounds_deadline = deadline.part(ROUNDS_FRAC)
