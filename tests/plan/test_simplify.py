@@ -80,13 +80,13 @@ def test_never_slower_than_what_must_not_be_beaten():
 
 
 def test_states_of_small_tensors_rest_beside_them():
-    """Sent home after the head's gradient, theirs would hold backward until that has arrived."""
+    """Some KiB, that would cross the link and come back for nothing."""
     model = builders.model(6)
     norm = UnitProfile(name="stem.rest", tensors=(builders.tensor("norm", 1),), role=UnitRole.REST)
     model = replace(model, stem=(norm, *model.stem))
     one = build_problem(model, builders.hardware(), PlanRequest(max_tokens=1024))
     plan, step_s = simplest(one, [leanest_plan(one)])
     assert [unit.states for unit in plan.stem] == [Tier.GPU, Tier.CPU, Tier.CPU]
-    assert step_s < Judge(one).step_s(leanest_plan(one))
+    assert step_s <= Judge(one).step_s(leanest_plan(one))
     tight = replace(one, gpu_budget_bytes=account(one, leanest_plan(one)).need_bytes()["gpu"])
     assert simplest(tight, [leanest_plan(one)])[0].stem[0].states == Tier.CPU
