@@ -1,6 +1,12 @@
 """Errors that reach a user; each message says what, why and the one-line remedy."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's code says, in one line; its kind where it says nothing (a bare assert)."""
+    lines = str(error).splitlines()
+    return lines[0] if lines and lines[0] else type(error).__name__
+
+
 class LazyTrainError(RuntimeError):
     """Base of every error that LazyTrain raises on purpose."""
 

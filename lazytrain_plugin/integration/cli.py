@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +30,8 @@ def doctor(
     """Check versions, hook, kernels, limits and a config; exit with 1 if a job would fail or run without LazyTrain."""
     from lazytrain_plugin.integration import doctor as checks
 
-    findings = checks.examine(config)
+    with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed's warnings would spoil JSON
+        findings = checks.examine(config)
     print(checks.to_json(findings)) if as_json else checks.print_table(findings)
     if any(finding.status is checks.Status.ERROR for finding in findings):
         raise typer.Exit(1)

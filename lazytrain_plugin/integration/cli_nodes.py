@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from rich.console import Group
@@ -39,8 +40,14 @@ def cluster_of(
     """The cluster of the command's options; None for one rank.
 
     Raises:
-        ConfigError: several nodes without `network_gbit`, another number of bits, or a bandwidth that isn't positive.
+        ConfigError: several nodes without `network_gbit` or one with it, another number of bits, or a bandwidth that
+            isn't a number above 0.
     """
+    for option, gbit in (("network-gbit", network_gbit), ("inside-gbit", inside_gbit)):
+        if gbit is not None and not 0 < gbit < math.inf:
+            raise ConfigError(f"--{option} is {gbit:g}; give a number of Gbit/s above 0")
+    if nodes == 1 and network_gbit is not None:
+        raise ConfigError(f"--network-gbit is {network_gbit:g}, but there is one node; add --nodes, or leave it out")
     if nodes * ranks_per_node == 1:
         return None
     if nodes > 1 and network_gbit is None:

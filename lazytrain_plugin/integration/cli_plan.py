@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -352,8 +353,8 @@ def _explained_as_json(
 def _gib_to_bytes(option: str, gib: float | None) -> int | None:
     if gib is None:
         return None
-    if gib <= 0:
-        raise ConfigError(f"--{option} is {gib:g}; give a size above 0")
+    if not 0 < gib < math.inf:
+        raise ConfigError(f"--{option} is {gib:g}; give a number of GiB above 0")
     return int(gib * GIB)
 
 

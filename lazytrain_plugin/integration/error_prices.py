@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lazytrain_plugin.errors import first_line
 from lazytrain_plugin.runtime.operator_errors import OperatorErrors, watch_operators
 from lazytrain_plugin.runtime.quantized_saves import FORMATS
 from lazytrain_plugin.vocab import Activations
@@ -64,7 +65,7 @@ class ErrorPrices:
         try:
             self._rows.append(measure(call, inputs, output_gradients))
         except Exception as error:  # whatever a layer's own code makes of a part of a batch: training goes on
-            logger.info("error prices of %s are not known: %s", call.unit.name, str(error).splitlines()[0][:200])
+            logger.info("error prices of %s are not known: %s", call.unit.name, first_line(error)[:200])
         if not self._waiting:
             self._finish()
 

@@ -7,6 +7,8 @@ The script runs through `python -m lazytrain_plugin.launch`, so the `torch.backe
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 LAUNCH_MODULE = "lazytrain_plugin.launch"
 
@@ -30,4 +32,7 @@ def launch(arguments: list[str]) -> None:
     """Runs `accelerate launch` with these arguments; exits or raises as it does."""
     from accelerate.commands.launch import launch_command
 
-    launch_command(parse(arguments))
+    parsed = parse(arguments)
+    if parsed.config_file is not None and not Path(parsed.config_file).is_file():
+        sys.exit(f"lazytrain: there is no launch config {parsed.config_file}; `accelerate config` makes one")
+    launch_command(parsed)

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from lazytrain_plugin.errors import ConfigError
+from lazytrain_plugin.errors import ConfigError, first_line
 from lazytrain_plugin.profile.model import ModelProfile
 
 HUB_ANSWERS_S = 3.0
@@ -87,7 +87,7 @@ def _load_config(model: str) -> Any:
         return AutoConfig.from_pretrained(model, local_files_only=asks_hub and not _hub_answers())
     except (OSError, ValueError) as error:
         if not asks_hub:
-            raise ConfigError(f"{model!r} is no model config: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{model!r} is no model config: {first_line(error)}") from error
         raise ConfigError(
             f"{model!r} is no file or folder here, and can't be had from the hub (no such model, or no network): give "
             "a config.json, a folder that holds one, or the id of a model on the hub"
@@ -128,4 +128,4 @@ def _build_on_meta(config: Any, dtype: Any, model: str) -> Any:
                 return model_class._from_config(config, dtype=dtype)
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
-        raise ConfigError(f"{model!r} describes no model that can be built: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{model!r} describes no model that can be built: {first_line(error)}") from error

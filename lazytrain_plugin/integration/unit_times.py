@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from lazytrain_plugin.errors import first_line
 from lazytrain_plugin.integration.fused import apply_fused_kernels
 from lazytrain_plugin.integration.plan_cache import PlanCache
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -64,7 +65,7 @@ def timed_profile(
         try:
             times = _measure(profile, model, discovery, device, dtypes, batch_size, sequence_length, prepare)
         except Exception as error:  # whatever a model's own code raises on random inputs: training need not
-            logger.info("times of layers are derived from their FLOP: %s", str(error).splitlines()[0][:200])
+            logger.info("times of layers are derived from their FLOP: %s", first_line(error)[:200])
             return profile
         cache.store_unit_times(profile, conditions, times)
     units = tuple(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lazytrain_plugin.errors import first_line
 from lazytrain_plugin.profile import shapes
 from lazytrain_plugin.profile.model import ModelProfile, TensorProfile, UnitProfile, UnitRole
 from lazytrain_plugin.profile.probe import Probe, ProbeRecorder
@@ -134,7 +135,7 @@ def _probe_units(
         if missing:
             raise RuntimeError(f"{missing[0]} did not run")
     except Exception as error:  # whatever a model's own code raises on meta tensors
-        message = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        message = first_line(error)[:120]
         logger.info(
             "activation bytes of %s are estimated from its layers' shapes (up to 1.5x high): it does not run on meta "
             "tensors: %s",

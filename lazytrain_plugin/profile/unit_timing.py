@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lazytrain_plugin.errors import UnsupportedModelError
+from lazytrain_plugin.errors import UnsupportedModelError, first_line
 from lazytrain_plugin.profile import shapes
 from lazytrain_plugin.profile.model import ModelProfile, UnitProfile
 
@@ -180,7 +180,7 @@ def _calls_on_meta(
             model(**meta_inputs(model, batch_size, sequence_length))
         except Exception as error:  # whatever a model's own code raises on meta tensors
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not run on meta tensors ({str(error).splitlines()[0][:120]}), so the "
+                f"{type(model).__name__} does not run on meta tensors ({first_line(error)[:120]}), so the "
                 "inputs of its layers are not known; plan with derived times, without --measure"
             ) from error
     return calls

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -39,6 +40,18 @@ def test_launch_of_a_module_and_of_an_executable():
     executable = launcher.parse(["--no_python", "./run.sh", "--lr", "1"])
     assert executable.training_script == "./run.sh"
     assert not executable.module
+
+
+def test_launch_without_its_config_says_so():
+    with pytest.raises(SystemExit, match="there is no launch config missing.yaml"):
+        launcher.launch(["--config", "missing.yaml", "train.py"])
+
+
+def test_findings_as_json_stand_alone_on_stdout():
+    """DeepSpeed logs to stdout when it is imported."""
+    program = [sys.executable, "-m", "lazytrain_plugin.integration.cli", "doctor", "--json"]
+    process = subprocess.run(program, capture_output=True, text=True, timeout=200)
+    assert json.loads(process.stdout)
 
 
 def test_launch_hands_its_arguments_over_as_they_stand(monkeypatch):

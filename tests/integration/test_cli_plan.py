@@ -159,7 +159,11 @@ def test_names_stay_whole_in_a_pipe(lazytrain, profile_2b, tmp_path):
         (["plan", "{folder}", "--hardware", H200, "--error-prices", "none.json"], "can't be read"),
         (["plan", "{folder}", "--hardware", H200, "--error-prices", H200], "no error prices"),
         (["plan", "{folder}", "--hardware", H200, "--nvme-gib", "0"], "nvme-gib is 0"),
+        (["plan", "{folder}", "--hardware", H200, "--gpu-memory-gib", "nan"], "gpu-memory-gib is nan"),
+        (["plan", "{folder}", "--hardware", H200, "--cpu-memory-gib", "inf"], "cpu-memory-gib is inf"),
         (["plan", "{folder}", "--hardware", H200, "--nodes", "2"], "add --network-gbit"),
+        (["plan", "{folder}", "--hardware", H200, "--nodes", "2", "--network-gbit", "nan"], "network-gbit is nan"),
+        (["plan", "{folder}", "--hardware", H200, "--network-gbit", "200"], "there is one node"),
         (["plan", "{folder}", "--hardware", H200, "--ranks-per-node", "2", "--gradient-bits", "4"], "8 or 16 bits"),
     ],
 )
