@@ -3,51 +3,63 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console, Group
 
 from lazytrain_plugin.errors import ConfigError, LazyTrainError
-from lazytrain_plugin.integration.cli_nodes import cluster_of, explain_cluster
+from lazytrain_plugin.integration.cli_nodes import explain_cluster
+from lazytrain_plugin.integration.cli_options import (
+    AccumulationSteps,
+    Asked,
+    CpuMemory,
+    Dtype,
+    ErrorPrices,
+    EvaluationTokens,
+    GpuMemory,
+    GradientBits,
+    Hardware,
+    InsideGbit,
+    NetworkGbit,
+    Nodes,
+    NvmeMemory,
+    NvmeWrites,
+    PlannedNodes,
+    PlannedRanks,
+    RanksPerNode,
+    SequenceLength,
+    ranks_of,
+)
 from lazytrain_plugin.integration.console import make_console
 from lazytrain_plugin.integration.meta_model import profile_from_config
-from lazytrain_plugin.integration.plan_cache import parse_errors
 from lazytrain_plugin.integration.profile_tables import hardware_table, model_table
+from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import check_plan, problem_of
 from lazytrain_plugin.plan.explain import explain_plan, explain_unit, find_unit
 from lazytrain_plugin.plan.explain_measured import explain_measured, planned_events
 from lazytrain_plugin.plan.explain_unit import explain_choice
 from lazytrain_plugin.plan.fidelity import advise, lossy_choices
+from lazytrain_plugin.plan.greedy import fits
 from lazytrain_plugin.plan.measured import MeasuredTrace, compare_kinds, compare_resources
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
-from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.plan.timeline import build_timeline, timeline_page, with_measured
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
-from lazytrain_plugin.units import GIB
 from lazytrain_plugin.vocab import Fidelity
 
 THIS_MACHINE = "this"
+OTHER_STEP_FRAC = 0.05
+"""Further from its plan than that, a replay is one of other options; measured rates of one machine differ by less."""
 
-Hardware = Annotated[str, typer.Option(help="a file as in configs/hardware/, or 'this' machine")]
-SequenceLength = Annotated[int, typer.Option(min=1, help="tokens of one sequence")]
-Dtype = Annotated[str, typer.Option(help="dtype of the weights")]
-AccumulationSteps = Annotated[int, typer.Option(min=1, help="micro-batches per optimizer step")]
-GpuMemory = Annotated[float | None, typer.Option(help="GPU budget; default: all there is")]
-CpuMemory = Annotated[float | None, typer.Option(help="host budget; default: all there is")]
 Measured = Annotated[
     Path | None, typer.Option(help='steps that a run measured ("trace": {"path": ...}), drawn or told beside the plan')
-]
-ErrorPrices = Annotated[
-    Path | None,
-    typer.Option(help="what fewer bits did to a model's gradients, as a run measured (its log names the file)"),
 ]
 Timeline = Annotated[Path | None, typer.Option(help="draw the step as one HTML page")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON only")]
@@ -70,22 +82,14 @@ def plan_command(
     dtype: Dtype = "bfloat16",
     gpu_memory_gib: GpuMemory = None,
     cpu_memory_gib: CpuMemory = None,
-    nvme_gib: Annotated[float | None, typer.Option(help="NVMe budget; default: none is used")] = None,
-    nvme_write_gib_per_day: Annotated[
-        float | None, typer.Option(help="what may be written to the disk in 24 hours; default: no limit")
-    ] = None,
-    evaluation_tokens: Annotated[
-        int | None, typer.Option(min=1, help="an evaluation batch whose whole logits the GPU must hold")
-    ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="machines like this one")] = 1,
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each, like the one described")] = 1,
-    network_gbit: Annotated[float | None, typer.Option(help="a node's link to the others, Gbit/s each way")] = None,
-    inside_gbit: Annotated[
-        float | None, typer.Option(help="a GPU's link to those of its node, Gbit/s each way; default: PCIe")
-    ] = None,
-    gradient_bits: Annotated[
-        int | None, typer.Option(help="of gradients between nodes, 8 or 16; default: 8 unless exact")
-    ] = None,
+    nvme_gib: NvmeMemory = None,
+    nvme_write_gib_per_day: NvmeWrites = None,
+    evaluation_tokens: EvaluationTokens = None,
+    nodes: Nodes = 1,
+    ranks_per_node: RanksPerNode = 1,
+    network_gbit: NetworkGbit = None,
+    inside_gbit: InsideGbit = None,
+    gradient_bits: GradientBits = None,
     error_prices: ErrorPrices = None,
     out: Annotated[Path | None, typer.Option(help="write the plan here")] = None,
     timeline: Timeline = None,
@@ -100,26 +104,25 @@ def plan_command(
         trace = MeasuredTrace.load(measured) if measured is not None else None
         machine = load_hardware(hardware)
         profile = load_model(model, dtype, sequence_length=seq_len, fused_kernels=machine.has_gpu)
-        request = PlanRequest(
-            max_tokens=micro_batch * seq_len,
-            gpu_budget_bytes=_gib_to_bytes("gpu-memory-gib", gpu_memory_gib),
-            cpu_budget_bytes=_gib_to_bytes("cpu-memory-gib", cpu_memory_gib),
+        asked = Asked(
             fidelity=fidelity,
+            max_tokens=micro_batch * seq_len,
             accumulation_steps=accumulation_steps,
-            nvme_write_bytes_per_day=_gib_to_bytes("nvme-write-gib-per-day", nvme_write_gib_per_day),
+            gpu_memory_gib=gpu_memory_gib,
+            cpu_memory_gib=cpu_memory_gib,
+            nvme_gib=nvme_gib,
+            nvme_write_gib_per_day=nvme_write_gib_per_day,
             evaluation_tokens=evaluation_tokens,
-            gradient_errors=_error_prices(error_prices),
-            local_ranks=ranks_per_node,
             nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            network_gbit=network_gbit,
+            inside_gbit=inside_gbit,
+            gradient_bits=gradient_bits,
+            error_prices=error_prices,
         )
-        if nvme_gib is not None:
-            machine, request = _with_nvme(machine, request, nvme_gib)
-        elif nvme_write_gib_per_day is not None:
-            raise ConfigError("--nvme-write-gib-per-day limits what --nvme-gib allows to use; give both")
-        cluster = cluster_of(machine, fidelity, nodes, ranks_per_node, network_gbit, inside_gbit, gradient_bits)
-        request = replace(request, cluster=cluster)
+        machine, request = asked.on(machine)
         plan = make_plan(profile, machine, request)
-        ledger = check_plan(plan, profile, machine, request)
+        check_plan(plan, profile, machine, request)
         problem = build_problem(profile, machine, request)
         if out is not None:
             plan.save(out)
@@ -134,15 +137,14 @@ def plan_command(
         console.print(f"{profile.name}: {size} on {machine.name} ({machine.source})")
         if profile.estimate:
             console.print(f"activation bytes are an upper estimate ({profile.estimate})", style="yellow")
-        have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
-        console.print(explain_plan(plan, ledger=ledger, have_bytes=have, times=simulate(problem, plan)))
+        console.print(_replayed(problem, plan))
         for choice in lossy_choices(plan, profile, machine, request):
             console.print(f"lossy: {choice}")
         if advice:
             lower = advise(plan, profile, machine, request)
             console.print(f"advice: {lower or 'no lower fidelity would win more than 5 %'}")
-        if cluster is not None:
-            console.print(explain_cluster(problem, plan, cluster))
+        if request.cluster is not None:
+            console.print(explain_cluster(problem, plan, request.cluster))
         if trace is not None:
             console.print(explain_measured(build_timeline(problem, plan, title=""), trace.typical))
 
@@ -159,6 +161,14 @@ def explain_command(
     accumulation_steps: AccumulationSteps = 1,
     gpu_memory_gib: GpuMemory = None,
     cpu_memory_gib: CpuMemory = None,
+    nvme_gib: NvmeMemory = None,
+    nvme_write_gib_per_day: NvmeWrites = None,
+    evaluation_tokens: EvaluationTokens = None,
+    nodes: PlannedNodes = None,
+    ranks_per_node: PlannedRanks = None,
+    network_gbit: NetworkGbit = None,
+    inside_gbit: InsideGbit = None,
+    gradient_bits: GradientBits = None,
     error_prices: ErrorPrices = None,
     as_json: AsJson = False,
 ) -> None:
@@ -169,14 +179,28 @@ def explain_command(
             trace = MeasuredTrace.load(measured)
         profile = problem = machine = request = None
         if model is not None:
+            nodes, ranks_per_node = ranks_of(
+                plan, nodes=nodes, ranks_per_node=ranks_per_node, network_gbit=network_gbit, nvme_gib=nvme_gib
+            )
             machine = load_hardware(hardware)
             profile = load_model(model, dtype, sequence_length=seq_len, fused_kernels=machine.has_gpu)
-            request = PlanRequest(
+            asked = Asked(
+                fidelity=plan.fidelity,
+                max_tokens=None,
                 accumulation_steps=accumulation_steps,
-                gpu_budget_bytes=_gib_to_bytes("gpu-memory-gib", gpu_memory_gib),
-                cpu_budget_bytes=_gib_to_bytes("cpu-memory-gib", cpu_memory_gib),
-                gradient_errors=_error_prices(error_prices),
+                gpu_memory_gib=gpu_memory_gib,
+                cpu_memory_gib=cpu_memory_gib,
+                nvme_gib=nvme_gib,
+                nvme_write_gib_per_day=nvme_write_gib_per_day,
+                evaluation_tokens=evaluation_tokens,
+                nodes=nodes,
+                ranks_per_node=ranks_per_node,
+                network_gbit=network_gbit,
+                inside_gbit=inside_gbit,
+                gradient_bits=gradient_bits,
+                error_prices=error_prices,
             )
+            machine, request = asked.on(machine)
             problem = problem_of(plan, profile, machine, request)
         data = _timeline_data(problem, plan, trace, profile)
         if timeline is not None:
@@ -187,6 +211,8 @@ def explain_command(
             sys.stdout.write(_explained_as_json(plan, unit, profile, trace, data))
             return
         console = make_console()
+        if problem is not None:
+            _warn_of_other_options(console, problem, plan)
         if unit is not None:
             console.print(explain_unit(plan, unit, profile))
             if problem is not None:
@@ -194,9 +220,11 @@ def explain_command(
                 unit_profile = next(u for u in (*profile.units, *profile.stem) if u.name == name)
                 console.print(explain_choice(problem, plan, unit_profile))
         elif trace is None or measured is None:
-            console.print(explain_plan(plan))
+            console.print(explain_plan(plan) if problem is None else _replayed(problem, plan))
             for choice in lossy_choices(plan, profile, machine, request) if problem is not None else ():
                 console.print(f"lossy: {choice}")
+            if request is not None and request.cluster is not None:
+                console.print(explain_cluster(problem, plan, request.cluster))
         if trace is not None and unit is None:
             console.print(explain_measured(data, trace.typical))
 
@@ -256,25 +284,6 @@ def load_model(model: str, dtype: str, *, sequence_length: int, fused_kernels: b
     return profile_from_config(model, dtype, sequence_length=sequence_length, fused_kernels=fused_kernels)
 
 
-def _error_prices(path: Path | None) -> dict[str, dict[int, float]] | None:
-    """Errors that a run has measured; None: those of a small model."""
-    if path is None:
-        return None
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--error-prices {str(path)!r} can't be read: {error}; give a file that a run kept"
-        ) from error
-    errors = parse_errors(text)
-    if errors is None:
-        raise ConfigError(
-            f"--error-prices {str(path)!r} holds no error prices (norm, gemm and swiglu in 4, 5, 6 and 8 bits); give "
-            "the file that the log of a compact run names"
-        )
-    return errors
-
-
 def _load_plan_or_trace(path: Path) -> tuple[PlacementPlan, MeasuredTrace | None]:
     if not path.is_file():
         raise ConfigError(f"no plan at {str(path)!r}; write one with `lazytrain plan MODEL --out plan.json`")
@@ -287,22 +296,23 @@ def _load_plan_or_trace(path: Path) -> tuple[PlacementPlan, MeasuredTrace | None
     return PlacementPlan.from_json(json.dumps(trace.plan)), trace
 
 
-def _with_nvme(machine: HardwareProfile, request: PlanRequest, gib: float) -> tuple[HardwareProfile, PlanRequest]:
-    """Machine and request with so much of the disk."""
-    budget_bytes = _gib_to_bytes("nvme-gib", gib)
-    if not machine.nvme_read_bytes_per_s or not machine.nvme_write_bytes_per_s:
-        raise ConfigError(
-            f"--nvme-gib is {gib:g}, but the profile of {machine.name!r} has no rates of a disk; measure one with "
-            "`lazytrain profile --nvme-path FOLDER --out machine.json`"
+def _replayed(problem: PlacementProblem, plan: PlacementPlan) -> Group:
+    """The plan's tables for a machine and its budgets."""
+    have = {"gpu": problem.gpu_budget_bytes, "cpu": problem.cpu_budget_bytes, "nvme": problem.nvme_budget_bytes}
+    return explain_plan(plan, ledger=account(problem, plan), have_bytes=have, times=simulate(problem, plan))
+
+
+def _warn_of_other_options(console: Console, problem: PlacementProblem, plan: PlacementPlan) -> None:
+    """Says where the model, the machine or the options can't be those of the plan: what follows is for them."""
+    step_s = simulate(problem, plan).step_s
+    if plan.predicted_step_s and abs(step_s / plan.predicted_step_s - 1) > OTHER_STEP_FRAC:
+        console.print(
+            f"the plan says {plan.predicted_step_s:.3f} s for a step, and with these options it is {step_s:.3f} s: "
+            "give --hardware, --accumulation-steps and the others as it was planned",
+            style="yellow",
         )
-    if machine.nvme_bytes and budget_bytes > machine.nvme_bytes:
-        raise ConfigError(
-            f"--nvme-gib is {gib:g}, {machine.name!r} has {machine.nvme_bytes / GIB:g} GiB of disk free; give less"
-        )
-    capabilities = replace(request.capabilities, nvme=True)
-    return replace(machine, nvme_bytes=budget_bytes), replace(
-        request, nvme_budget_bytes=budget_bytes, capabilities=capabilities
-    )
+    if not fits(problem, plan):
+        console.print("the plan doesn't fit these budgets; give those that it was made with", style="yellow")
 
 
 def _timeline_data(
@@ -348,14 +358,6 @@ def _explained_as_json(
     if unit is None:
         return plan.to_json()
     return json.dumps(asdict(find_unit(plan, unit, profile)[0]), indent=1) + "\n"
-
-
-def _gib_to_bytes(option: str, gib: float | None) -> int | None:
-    if gib is None:
-        return None
-    if not 0 < gib < math.inf:
-        raise ConfigError(f"--{option} is {gib:g}; give a number of GiB above 0")
-    return int(gib * GIB)
 
 
 class _errors_to_exit:

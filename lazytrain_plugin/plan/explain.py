@@ -17,6 +17,7 @@ from lazytrain_plugin.units import format_bytes
 from lazytrain_plugin.vocab import Activations, Tier
 
 TIER_NAMES = {"gpu": "GPU", "cpu": "host", "nvme": "NVMe"}
+OUTSIDE_STEP_NAMES = {"checkpoint": "saving", "evaluation": "an evaluation"}
 
 
 def explain_plan(
@@ -128,14 +129,23 @@ def _memory_table(plan: PlacementPlan, ledger: Ledger | None, have_bytes: dict[s
     table = Table(title="memory at its fullest", title_justify="left")
     for column in ("tier", "need", "have", "what takes it"):
         table.add_column(column, justify="right" if column in ("need", "have") else "left")
-    need = ledger.total_bytes() if ledger is not None else plan.predicted_bytes
+    in_step = ledger.total_bytes() if ledger is not None else plan.predicted_bytes
+    outside_step = ledger.outside_step if ledger is not None else plan.outside_step_bytes
     for tier in ("gpu", "cpu", "nvme"):
-        if not need.get(tier):
+        step_bytes = in_step.get(tier, 0)
+        outside = {moment: sizes.get(tier, 0) for moment, sizes in outside_step.items()}
+        need_bytes = max(step_bytes, *outside.values(), 0)
+        if not need_bytes:
             continue
         lines = sorted(getattr(ledger, tier).items(), key=lambda line: -line[1]) if ledger is not None else []
+        if need_bytes > step_bytes:
+            # The lines add up to the need: where a plan comes alone, the step is one.
+            moment = max(outside, key=outside.__getitem__)
+            lines = lines or [("a step", step_bytes)]
+            lines.append((f"{OUTSIDE_STEP_NAMES.get(moment, moment)} beyond a step", need_bytes - step_bytes))
         table.add_row(
             TIER_NAMES[tier],
-            format_bytes(need[tier]),
+            format_bytes(need_bytes),
             format_bytes(have_bytes[tier]) if have_bytes and have_bytes.get(tier) else "-",
             ", ".join(f"{line} {format_bytes(num_bytes)}" for line, num_bytes in lines),
         )

@@ -44,7 +44,7 @@ class Alternative:
     step_s: float
     """Of the whole plan with that choice."""
     change_bytes: dict[str, int]
-    """Peak per tier, less that of the plan."""
+    """What a budget must hold per tier, less that of the plan."""
     fits: bool
 
 
@@ -52,7 +52,7 @@ def alternatives(problem: PlacementProblem, plan: PlacementPlan, name: str) -> l
     """Every other home, saving strategy and place of the input of one unit; the fastest first."""
     part, index = _position(plan, name)
     unit, cost = getattr(plan, part)[index], getattr(problem, part)[index]
-    before = account(problem, plan).total_bytes()
+    before = account(problem, plan).need_bytes()
     found = []
     for text, other in _others(problem, cost, unit, stem=part == "stem"):
         units = list(getattr(plan, part))
@@ -61,7 +61,7 @@ def alternatives(problem: PlacementProblem, plan: PlacementPlan, name: str) -> l
             changed = replace(plan, **{part: tuple(units)})
         except PlanMismatchError:
             continue  # the unit after it drops its input, and needs this one's
-        after = account(problem, changed).total_bytes()
+        after = account(problem, changed).need_bytes()
         found.append(
             Alternative(
                 text=text,

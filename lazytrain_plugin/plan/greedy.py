@@ -255,6 +255,8 @@ def empty_plan(problem: PlacementProblem, units: Sequence[UnitPlan], stem: Seque
         nvme_slots=problem.nvme_slots,
         fidelity=problem.fidelity,
         max_tokens=problem.max_tokens,
+        nodes=problem.nodes,
+        local_ranks=problem.local_ranks,
         digests=problem.digests,
     )
 
@@ -329,10 +331,12 @@ def explained(
         never_above_s: what those bits must not make a step slower than.
     """
     plan, step_s = choose_bits(problem, plan, step_s, never_above_s=never_above_s)
+    ledger = account(problem, plan)
     return replace(
         plan,
         units=tuple(explained_unit(problem, cost, unit) for cost, unit in zip(problem.units, plan.units)),
         stem=tuple(explained_unit(problem, cost, unit) for cost, unit in zip(problem.stem, plan.stem)),
-        predicted_bytes=account(problem, plan).total_bytes(),
+        predicted_bytes=ledger.total_bytes(),
+        outside_step_bytes=ledger.outside_step,
         predicted_step_s=round(step_s, 6),
     )

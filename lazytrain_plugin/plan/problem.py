@@ -109,6 +109,8 @@ class PlacementProblem:
     """Measured on the model; None: those of plan/formats.py."""
     local_ranks: int = 1
     """Ranks of the machine. Costs and GPU memory are one rank's, host memory and NVMe all ranks' together."""
+    nodes: int = 1
+    """Machines like this one."""
 
     @property
     def has_accumulation(self) -> bool:
@@ -228,6 +230,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         capabilities=request.capabilities,
         digests={"hardware": machine.digest, "model": model.digest},
         local_ranks=ranks,
+        nodes=request.nodes,
         exchange_bytes=_exchange_bytes(model, request),
     )
     return problem if request.cluster is None else on_cluster(problem, request.cluster)

@@ -121,11 +121,16 @@ class PlacementPlan:
     max_tokens: int | None = None
     """Tokens of one micro-batch that the memory figures hold for; None when unknown."""
     predicted_bytes: dict[str, int] = field(default_factory=dict)
-    """Peak bytes per tier, `{"gpu": ..., "cpu": ..., "nvme": ...}`."""
+    """Peak bytes per tier in a step, `{"gpu": ..., "cpu": ..., "nvme": ...}`."""
+    outside_step_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """The same for moments between steps, a checkpoint or an evaluation; a budget must hold those too."""
     predicted_step_s: float | None = None
     """Step time by the simulator, optimizer step and accumulation included; None when unknown."""
     solver: dict[str, str | float | None] = field(default_factory=dict)
     """How it was found: name, status, proven gap, time limit; empty when no solver was used."""
+    nodes: int | None = None
+    local_ranks: int | None = None
+    """Machines, and ranks of each, that it was planned for; None: unknown."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digests of the inputs: config, hardware profile, model profile."""
     schema_version: int = SCHEMA_VERSION

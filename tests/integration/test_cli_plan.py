@@ -377,3 +377,67 @@ def test_error_prices_of_a_run_choose_the_bits_and_every_other_choice_is_told(la
     assert "products in 8 bits, gradients off by up to 1.6%" in why and "input in 16 bits" in why
     whole = " ".join(lazytrain("explain", tmp_path / "0.json", *more).output.split())
     assert "lossy: activations in fewer bits" in whole
+
+
+def test_a_plan_of_nodes_is_explained_as_it_was_planned(lazytrain, profile_2b, tmp_path):
+    """Its ranks come from the plan, their network from options; without those there is one line, and no wrong row."""
+    out, network = tmp_path / "plan.json", ["--network-gbit", 100]
+    options = ["--hardware", H200, "--micro-batch", 2]
+    planned = lazytrain(
+        "plan", profile_2b, *options, "--nodes", 2, "--ranks-per-node", 4, *network, "--out", out
+    ).stdout
+    explain = ["explain", out, "--model", profile_2b, "--hardware", H200]
+    assert lazytrain(*explain, *network).stdout == planned[planned.index("fidelity ") :]
+    plan = PlacementPlan.load(out)
+    alternatives = lazytrain("explain", out, "model.layers.3", *explain[2:], *network).stdout
+    assert f"a step takes {1e3 * plan.predicted_step_s:.1f} ms" in alternatives and "doesn't fit" not in alternatives
+    need = planned.split("homes shared by its ranks: ")[1].splitlines()[0]
+    assert f"│ host │ {need} │" in planned  # the table and the last line say the same
+
+    for more, message in ([], "--network-gbit (the plan is for 2 nodes)"), (["--nodes", 3], "the plan is for 2"):
+        refused = lazytrain(*explain, *more)
+        assert refused.exit_code == 1 and message in refused.stderr and refused.stdout == ""
+
+
+def test_a_plan_on_nvme_is_explained_within_its_budget(lazytrain, profile_2b, tmp_path):
+    out = tmp_path / "plan.json"
+    budgets = ["--hardware", H200, "--gpu-memory-gib", 18, "--cpu-memory-gib", 32]
+    planned = lazytrain("plan", profile_2b, *budgets, "--nvme-gib", 100, "--out", out)
+    assert planned.exit_code == 0, planned.output
+    name = next(unit.name for unit in PlacementPlan.load(out).units if unit.states == "nvme")
+    explain = ["explain", out, name, "--model", profile_2b, *budgets]
+    refused = lazytrain(*explain)
+    assert refused.exit_code == 1 and "--nvme-gib" in refused.stderr and refused.stdout == ""
+    shown = lazytrain(*explain, "--nvme-gib", 100).stdout
+    rows = [line for line in shown.split("instead (")[1].splitlines() if line.startswith("│")]
+    assert any("on NVMe" in row and "doesn't fit" not in row for row in rows)
+    assert "the plan doesn't fit" not in shown
+    assert "the plan doesn't fit these budgets" in lazytrain(*explain, "--nvme-gib", 1).stdout
+
+
+def test_other_options_than_the_plan_was_made_with_are_told(lazytrain, profile_2b, tmp_path):
+    out = tmp_path / "plan.json"
+    options = ["--hardware", H200, "--accumulation-steps", 4]
+    lazytrain("plan", profile_2b, *options, "--out", out)
+    explain = ["explain", out, "model.layers.3", "--model", profile_2b]
+    assert "the plan says" not in lazytrain(*explain, *options).stdout
+    assert "the plan says" in lazytrain(*explain, *options[:2]).stdout
+
+
+def test_need_is_what_a_budget_must_hold(lazytrain, profile_2b, tmp_path):
+    """Saving takes more than a step; a budget of what the table says is enough, and 1 % less is not."""
+    out = tmp_path / "plan.json"
+    options = ["plan", profile_2b, "--hardware", H200, "--gpu-memory-gib", 10]
+    planned = lazytrain(*options, "--out", out).stdout
+    plan = PlacementPlan.load(out)
+    need_bytes = plan.outside_step_bytes["checkpoint"]["cpu"]
+    assert need_bytes > plan.predicted_bytes["cpu"]
+    explained = lazytrain("explain", out, "--model", profile_2b, *options[2:]).stdout
+    for text in (planned, explained, lazytrain("explain", out).stdout):
+        row = next(line for line in text.splitlines() if line.startswith("│ host"))
+        assert f"│ {need_bytes / 2**30:.1f} GiB │" in row
+        saving = f"saving beyond a step {(need_bytes - plan.predicted_bytes['cpu']) / 2**30:.1f} GiB"
+        assert saving in " ".join(text.replace("│", " ").split())  # the cell may be folded
+    explain = ["explain", out, "--model", profile_2b, *options[2:], "--cpu-memory-gib"]
+    assert "the plan doesn't fit" not in lazytrain(*explain, need_bytes / 2**30 + 0.001).stdout
+    assert "the plan doesn't fit" in lazytrain(*explain, 0.99 * need_bytes / 2**30).stdout

@@ -46,7 +46,7 @@ def test_an_alternative_is_the_plan_with_that_choice():
         units[2] = replace(units[2], **fields)
         changed = replace(plan, units=tuple(units))
         assert found[text].step_s == simulate(problem, changed).step_s
-        difference = account(problem, changed).total_bytes()["gpu"] - account(problem, plan).total_bytes()["gpu"]
+        difference = account(problem, changed).need_bytes()["gpu"] - account(problem, plan).need_bytes()["gpu"]
         assert found[text].change_bytes["gpu"] == difference
         assert found[text].fits == fits(problem, changed)
     steps = [other.step_s for other in alternatives(problem, plan, "layers.2")]
