@@ -7,10 +7,11 @@ instead: for a parameter of a LazyTrain engine they ask the engine, for any othe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,9 @@ def get_master(state: ExecutorState, record: ParamRecord) -> torch.Tensor:
 
 def set_master(state: ExecutorState, record: ParamRecord, value: torch.Tensor) -> None:
     """Replaces master and weight."""
-    state.write_master(record, _flat(record, value))
+    flat = _flat(record, value)
+    with _on_all_ranks(state):
+        state.write_master(record, flat)
 
 
 def get_optimizer_state(state: ExecutorState, record: ParamRecord, optim_state_key: str) -> Any:
@@ -57,7 +60,9 @@ def set_optimizer_state(state: ExecutorState, record: ParamRecord, value: torch.
     if optim_state_key not in states:
         known = ", ".join(states) or "none before its first update"
         raise LazyTrainError(f"{record.name} has no optimizer state {optim_state_key!r}; it has {known}")
-    state.write_state(record, {**states, optim_state_key: _flat(record, value)})
+    states[optim_state_key] = _flat(record, value)
+    with _on_all_ranks(state):
+        state.write_state(record, states)
 
 
 def get_gradient(state: ExecutorState, record: ParamRecord) -> torch.Tensor | None:
@@ -108,6 +113,14 @@ def _wrap(original: Callable, answer: Callable) -> Callable:
 
     wrapper._lazytrain_original = original
     return wrapper
+
+
+@contextlib.contextmanager
+def _on_all_ranks(state: ExecutorState) -> Iterator[None]:
+    """Ranks of a node have one copy: none changes it while another still reads, or reads what is half changed."""
+    state.meet("setting of masters and states")
+    yield
+    state.meet("setting of masters and states")
 
 
 def _shaped(state: ExecutorState, record: ParamRecord, flat: torch.Tensor) -> torch.Tensor:

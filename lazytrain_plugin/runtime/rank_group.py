@@ -101,6 +101,12 @@ class RankGroup:
         """Returns when every rank has called it."""
         self.maximum([0], phase)
 
+    def barrier_of_node(self, phase: str) -> None:
+        """Returns when every rank of this node has called it."""
+        if self._control_inside is not None:
+            with self.hops.phase(phase):
+                dist.all_reduce(torch.zeros(1, dtype=torch.uint8), group=self._control_inside)
+
     def maximum(self, values: Sequence[int], phase: str) -> list[int]:
         """Each value as the largest over all ranks."""
         mine = torch.tensor(values, dtype=torch.int64)

@@ -84,19 +84,30 @@ class ExecutorState:
             unit.home.write_codec(tensor, state)
 
     def read_gradient(self, record: ParamRecord) -> torch.Tensor | None:
-        """The window's gradient so far, [numel], fp32 or the weight's dtype; None: none yet. Call `flush` first."""
+        """A copy of the window's gradient so far, [numel], fp32 or the weight's dtype; None: none yet.
+
+        All ranks of the node read it at once. Call `flush` first.
+        """
         unit, tensor = self._find(record)
         arrival = unit.arrived.get(tensor)
         if arrival is None:
             return None
         if unit.fold_ticket is not None:
             unit.fold_ticket.wait()
+        # Other ranks' parts of what the node has in common arrive, and are added up, in their own time.
+        self.meet("reading of gradients")
         home = unit.home
         with home.gradients_in_memory() if arrival == Arrival.WHOLE else home.sums_in_memory(changes=False):
             found = as_values(gradient_of(unit, tensor, arrival))
-            values = logical_order(tensor, home.assembled(tensor, found) if home.has_part_of_gradients else found)
-            # What comes from NVMe is in memory that is someone else's next.
-            return values.clone() if home.nvme_gradients is not None else values
+            if home.has_part_of_gradients:
+                return logical_order(tensor, home.assembled(tensor, found))
+            # The memory is the next window's, or someone else's next.
+            return logical_order(tensor, found).clone()
+
+    def meet(self, phase: str) -> None:
+        """Returns when every rank of the node has called it."""
+        if self.executor.ranks is not None:
+            self.executor.ranks.barrier_of_node(phase)
 
     def flush(self) -> None:
         self.executor.flush()

@@ -9,12 +9,14 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from lazytrain_plugin.runtime import gradients
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 from tests.comm.ranks import succeed
 from tests.integration import on_disk
@@ -128,7 +130,49 @@ def two_then_save(rank, device, folder):
     later = lambda engine: train(engine, rank, 2, range(1, STEPS))  # noqa: E731
     out["disk"] = disk_leg(rank, 2, folder, "first disk", None, range(1), later)
     out["coded"] = coded_states(rank, 2, folder, load=False)
+    out["debug"] = debug_api(rank)
     return out
+
+
+def debug_api(rank):
+    """What DeepSpeed's functions give while the other rank is late: gradients, masters and moments as they are halved,
+    twice the halves, and the gradients of plain torch."""
+    from deepspeed import utils
+
+    engine = make_engine(0, 2)
+    torch.manual_seed(0)
+    plain = Adapted()
+    add_up = gradients.add_up
+
+    def slowly(*args, **kwargs):
+        time.sleep(0.02 * rank)
+        add_up(*args, **kwargs)
+
+    gradients.add_up = slowly
+    for ids in batches(range(1)):
+        (nn.functional.cross_entropy(plain(ids).flatten(0, 1), ids.flatten()) / ACCUMULATION).backward()
+        ids = ids.chunk(2)[rank]
+        engine.backward(nn.functional.cross_entropy(engine(ids).flatten(0, 1), ids.flatten()))
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    parameters = dict(engine.module.named_parameters())
+    read = {name: utils.safe_get_full_grad(p) for name, p in parameters.items()}
+    gradients.add_up = add_up
+    engine.step()
+    before, halves = {}, {}
+    for name, parameter in parameters.items():
+        time.sleep(0.02 * rank)
+        before[name] = utils.safe_get_full_fp32_param(parameter)
+        utils.safe_set_full_fp32_param(parameter, before[name] / 2)
+        halves[name] = 2 * utils.safe_get_full_fp32_param(parameter)
+        time.sleep(0.02 * rank)
+        key = f"exp_avg of {name}"
+        before[key] = utils.safe_get_full_optimizer_state(parameter, "exp_avg")
+        utils.safe_set_full_optimizer_state(parameter, before[key] / 2, "exp_avg")
+        halves[key] = 2 * utils.safe_get_full_optimizer_state(parameter, "exp_avg")
+    engine.destroy()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return {"gradients": read, "expected": expected, "before": before, "halves": halves}
 
 
 def disk_leg(rank, world_size, folder, disk, load, steps, later=None):
@@ -388,6 +432,15 @@ def test_two_ranks_train_as_one_rank(two, one):
     close(one["whole run"], two[0]["end"])
     same(two[0]["end"], two[1]["end"])
     assert two[0]["norm"] == two[1]["norm"] > 0.5  # clipped
+
+
+def test_debug_functions_give_the_same_on_a_rank_that_is_early(two):
+    """Gradients in host memory, of which each rank adds up a part; masters that are set once all ranks have read."""
+    for rank in (found["debug"] for found in two):
+        close(rank["expected"], rank["gradients"])
+        for key in ("gradients", "before"):
+            same(rank[key], two[0]["debug"][key])
+        same(rank["halves"], rank["before"])
 
 
 def test_one_rank_resumes_what_two_saved(two, one):

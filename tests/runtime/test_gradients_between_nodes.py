@@ -65,7 +65,6 @@ def own_gradients(ranks, device, accumulation):
 
 def found_gradients(executor, ranks):
     executor.flush()
-    ranks.barrier("test")
     state = ExecutorState(executor)
     found = {record.name: state.read_gradient(record) for record in state.records}
     return {name: value.float().cpu().clone() for name, value in found.items() if value is not None}
