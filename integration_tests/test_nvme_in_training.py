@@ -12,14 +12,8 @@ from integration_tests import harness, models
 from integration_tests.harness import InOrderTrainer, assert_bit_equal, fresh_accelerate_state
 from integration_tests.loops import make_trainer
 from lazytrain_plugin.integration import measure_nvme, training_request
-from lazytrain_plugin.plan.accounting import account
-from lazytrain_plugin.plan.greedy import leanest_plan
-from lazytrain_plugin.plan.problem import build_problem
-from lazytrain_plugin.plan.request import PlanRequest
-from lazytrain_plugin.profile.extract import extract_model_profile
-from lazytrain_plugin.runtime.discovery import discover
-from lazytrain_plugin.units import GIB
 from lazytrain_plugin.vocab import Tier
+from tests.integration.on_disk import tight_budgets
 from tests.plan import builders
 
 TOKENS = 2 * models.SEQUENCE
@@ -54,29 +48,12 @@ def run(folder, device, block):
         return found, plan
 
 
-def tight_budgets() -> dict[str, float]:
-    """A host with room for everything but half of the states, and a GPU for little beside what must be there."""
-    model = build_model()
-    found = discover(model)
-    profile = extract_model_profile(
-        model,
-        [(unit.name, unit.module) for unit in found.units],
-        [(unit.name, [p for _, p in unit.parameters]) for unit in found.stem],
-        fused_kernels=False,
-        dtypes={parameter: parameter.dtype for parameter in model.parameters()},
-    )
-    problem = build_problem(profile, builders.hardware(), PlanRequest(max_tokens=TOKENS))
-    need = account(problem, leanest_plan(problem)).need_bytes()
-    states = sum(cost.rest_state_bytes for cost in problem.units)
-    return {"gpu_memory_gib": need["gpu"] / GIB, "cpu_memory_gib": (need["cpu"] - states / 2) / GIB}
-
-
 def test_states_that_memory_does_not_hold_go_to_nvme(device, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     expected, _ = run(tmp_path / "plain", device, {})
     disk = tmp_path / "disk"
     disk.mkdir()
-    budgets = tight_budgets()
+    budgets = tight_budgets(build_model(), max_tokens=TOKENS)
     got, plan = run(tmp_path / "tight", device, {**budgets, "nvme_path": str(disk)})
     on_disk = sum(unit.states == Tier.NVME for unit in plan.units)
     assert on_disk > 0
@@ -95,4 +72,4 @@ def test_states_that_memory_does_not_hold_go_to_nvme(device, tmp_path, caplog):
 
 def test_without_a_disk_the_same_budgets_are_refused(device, tmp_path):
     with pytest.raises(Exception, match="host memory: need .* have .* Nearest remedies"):
-        run(tmp_path / "refused", device, tight_budgets())
+        run(tmp_path / "refused", device, tight_budgets(build_model(), max_tokens=TOKENS))

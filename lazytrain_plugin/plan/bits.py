@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lazytrain_plugin.plan.formats import TENSOR_CLASSES, GradientErrors, tensor_error
+from lazytrain_plugin.plan.halving import most_changed
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.replay import Judge
 from lazytrain_plugin.plan.result import ACTIVATION_BITS, PlacementPlan, UnitPlan
@@ -162,21 +163,7 @@ class _Chooser:
         for u in places:
             unit = change(plan.units[u])
             changed[u] = self._same.setdefault((u, unit), unit)
-
-        def with_first(count: int) -> PlacementPlan:
-            chosen = frozenset(places[:count])
-            units = (changed[u] if u in chosen else unit for u, unit in enumerate(plan.units))
-            return replace(plan, units=tuple(units))
-
-        low, high = 0, len(places)
-        while low < high:
-            middle = high if low == 0 and high == len(places) else (low + high + 1) // 2
-            candidate = with_first(middle)
-            if self.judge.fits(candidate) and self.judge.step_s(candidate) <= self._limit_s:
-                low = middle
-            else:
-                high = middle - 1
-        return with_first(low) if low else plan, low
+        return most_changed(self.judge, plan, changed, self._limit_s)
 
 
 def _tensor_bytes(cost: UnitCost, unit: UnitPlan, tensor: str, bits: int) -> int:

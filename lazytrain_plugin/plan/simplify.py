@@ -13,6 +13,7 @@ from itertools import groupby
 
 from lazytrain_plugin.plan.accounting import is_streamed, nvme_written_bytes, offloaded_bytes, sends_gradients
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home, home_of
+from lazytrain_plugin.plan.halving import most_changed
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.replay import Judge
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
@@ -139,21 +140,5 @@ def _simpler(problem: PlacementProblem) -> Iterator[Change]:
 
 
 def _as_often_as_possible(judge: Judge, plan: PlacementPlan, change: Change, limit_s: float) -> PlacementPlan:
-    """The most units changed with which the plan fits and is no slower than `limit_s`: all, or found by halving."""
     changed = {u: new for u, unit in enumerate(plan.units) if (new := change(u, unit)) is not None}
-    places = sorted(changed)
-
-    def with_first(count: int) -> PlacementPlan:
-        chosen = frozenset(places[:count])
-        units = (changed[u] if u in chosen else unit for u, unit in enumerate(plan.units))
-        return replace(plan, units=tuple(units))
-
-    low, high = 0, len(places)
-    while low < high:
-        middle = high if low == 0 and high == len(places) else (low + high + 1) // 2
-        candidate = with_first(middle)
-        if judge.fits(candidate) and judge.step_s(candidate) <= limit_s:
-            low = middle
-        else:
-            high = middle - 1
-    return with_first(low) if low else plan
+    return most_changed(judge, plan, changed, limit_s)[0]
