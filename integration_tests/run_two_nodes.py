@@ -124,6 +124,7 @@ def measure(engines, interface):
         # The fastest: what else runs on the machine only ever slows a step, and the arm that computes more by more.
         "seconds": {name: min(values) for name, values in times.items()},
         "median_seconds": {name: statistics.median(values) for name, values in times.items()},
+        "slowest_seconds": {name: max(values) for name, values in times.items()},
         "interface_bytes": {name: value / STEPS for name, value in wire.items()},
         "counted_bytes_of_a_node": int(counted) / 2 / STEPS,
         "elements": sum(p.numel() for p in engines["lazytrain"].module.parameters()),

@@ -109,9 +109,12 @@ def _line(run: Callable[[int], None], hops: Hops) -> Line:
 
 
 def line_through(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
-    """The slope of the two largest sizes, for small ones may pass a buffer faster than the link; the latency of the
-    smallest."""
-    element_s = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+    """The steepest slope to the largest size, and the latency of the smallest: a small size may pass a buffer faster
+    than the link, which flattens the slope from it, and one that met another process flattens the slope from it too."""
+    slopes = [
+        (seconds[-1] - took_s) / (sizes[-1] - size) for size, took_s in zip(sizes[:-1], seconds[:-1], strict=True)
+    ]
+    element_s = max(slopes, default=0.0)
     if element_s <= 0:
         element_s = seconds[-1] / sizes[-1]
     return Line(latency_s=max(0.0, seconds[0] - sizes[0] * element_s), element_s=element_s)

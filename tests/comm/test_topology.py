@@ -42,6 +42,8 @@ def test_the_threshold_is_where_the_lines_cross():
 def test_a_link_is_as_fast_as_its_largest_exchanges():
     line = line_through((1000, 100_000, 1_000_000), (2e-3, 5e-3, 50e-3))
     assert line.element_s == pytest.approx(45e-3 / 900_000) and line.latency_s == pytest.approx(2e-3 - 1000 * 5e-8)
+    late = line_through((1000, 100_000, 1_000_000), (2e-3, 25e-3, 50e-3))  # the middle one met another process
+    assert late.element_s == pytest.approx(48e-3 / 999_000)
     assert line_through((1000,), (2e-3,)).element_s == 2e-6
     assert line_through((1000, 4000), (2e-3, 1e-3)).element_s == 1e-3 / 4000  # the small one met another process
 
