@@ -13,10 +13,10 @@ from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.integration.cli_nodes import cluster_of
 from lazytrain_plugin.integration.plan_cache import parse_errors
 from lazytrain_plugin.plan.request import PlanRequest
-from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.plan.result import PlacementPlan, uses_nvme
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import GIB
-from lazytrain_plugin.vocab import Fidelity, Tier
+from lazytrain_plugin.vocab import Fidelity
 
 Hardware = Annotated[str, typer.Option(help="a file as in configs/hardware/, or 'this' machine")]
 SequenceLength = Annotated[int, typer.Option(min=1, help="tokens of one sequence")]
@@ -126,18 +126,11 @@ def ranks_of(
     missing = []
     if nodes > 1 and network_gbit is None:
         missing.append(f"--network-gbit (the plan is for {nodes} nodes)")
-    if nvme_gib is None and _uses_nvme(plan):
+    if nvme_gib is None and uses_nvme(plan):
         missing.append("--nvme-gib (a part of the plan rests on NVMe)")
     if missing:
         raise ConfigError(f"times and budgets of this plan need {' and '.join(missing)}; add what it was planned with")
     return nodes, ranks_per_node
-
-
-def _uses_nvme(plan: PlacementPlan) -> bool:
-    return any(
-        Tier.NVME in (unit.weights, unit.states, unit.gradient_tier, unit.boundary, unit.saved)
-        for unit in (*plan.units, *plan.stem)
-    )
 
 
 def _error_prices(path: Path | None) -> dict[str, dict[int, float]] | None:

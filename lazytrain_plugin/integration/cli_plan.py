@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console, Group
 
+from lazytrain_plugin.config.folders import check_output_file
 from lazytrain_plugin.errors import ConfigError, LazyTrainError
 from lazytrain_plugin.integration.cli_nodes import explain_cluster
 from lazytrain_plugin.integration.cli_options import (
@@ -35,7 +36,7 @@ from lazytrain_plugin.integration.cli_options import (
     ranks_of,
 )
 from lazytrain_plugin.integration.console import make_console
-from lazytrain_plugin.integration.meta_model import profile_from_config
+from lazytrain_plugin.integration.meta_model import check_dtype, profile_from_config
 from lazytrain_plugin.integration.profile_tables import hardware_table, model_table
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import check_plan, problem_of
@@ -101,6 +102,7 @@ def plan_command(
 ) -> None:
     """Plan MODEL for a machine: does it fit, where does everything go, how long is a step. Exits with 1 if not."""
     with _errors_to_exit():
+        _check_outputs(out=out, timeline=timeline)
         trace = MeasuredTrace.load(measured) if measured is not None else None
         machine = load_hardware(hardware)
         profile = load_model(model, dtype, sequence_length=seq_len, fused_kernels=machine.has_gpu)
@@ -174,6 +176,7 @@ def explain_command(
 ) -> None:
     """Show a plan, say why one unit or tensor is where it is, or compare the plan with measured steps."""
     with _errors_to_exit():
+        _check_outputs(timeline=timeline)
         plan, trace = _load_plan_or_trace(plan_file)
         if measured is not None:
             trace = MeasuredTrace.load(measured)
@@ -241,6 +244,7 @@ def profile_command(
 ) -> None:
     """Measure this machine (or describe MODEL) as the JSON that the planner reads, and show it as a table."""
     with _errors_to_exit():
+        _check_outputs(out=out)
         if model is not None:
             if nvme_path is not None:
                 raise ConfigError("--nvme-path measures this machine; leave out the model")
@@ -280,8 +284,18 @@ def load_model(model: str, dtype: str, *, sequence_length: int, fused_kernels: b
     if model.endswith(".json") and Path(model).is_file():
         text = Path(model).read_text()
         if '"kept_bytes_per_token"' in text:
-            return ModelProfile.from_json(text)
+            profile = ModelProfile.from_json(text)
+            for tensor in (tensor for unit in (*profile.units, *profile.stem) for tensor in unit.tensors):
+                check_dtype(tensor.dtype, f"{model}: {tensor.name}")
+            return profile
     return profile_from_config(model, dtype, sequence_length=sequence_length, fused_kernels=fused_kernels)
+
+
+def _check_outputs(**paths: Path | None) -> None:
+    """Raises ConfigError for a file that can't be written, before anything is measured or planned for it."""
+    for option, path in paths.items():
+        if path is not None:
+            check_output_file(f"--{option}", str(path))
 
 
 def _load_plan_or_trace(path: Path) -> tuple[PlacementPlan, MeasuredTrace | None]:
@@ -289,7 +303,7 @@ def _load_plan_or_trace(path: Path) -> tuple[PlacementPlan, MeasuredTrace | None
         raise ConfigError(f"no plan at {str(path)!r}; write one with `lazytrain plan MODEL --out plan.json`")
     text = path.read_text()
     if '"waits_s"' not in text:
-        return PlacementPlan.from_json(text), None
+        return PlacementPlan.load(path), None
     trace = MeasuredTrace.from_json(text)
     if trace.plan is None:
         raise ConfigError(f"the trace {str(path)!r} holds no plan; give the plan, and the trace with --measured")
@@ -368,7 +382,8 @@ class _errors_to_exit:
 
     def __exit__(self, kind, error, traceback) -> None:
         if isinstance(error, OSError):
-            error = ConfigError(f"{error.filename or 'a file'}: {error.strerror}")
+            what = f"{error.filename or 'a file'}: {error.strerror or error}"
+            error = ConfigError(f"{what}; correct the path, or make room there")
         if isinstance(error, LazyTrainError):
             typer.echo(f"lazytrain: {error}", err=True)
             raise typer.Exit(code=1)

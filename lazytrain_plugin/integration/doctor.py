@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -49,13 +50,17 @@ class Finding:
     remedy: str = ""
 
 
-def examine(config_path: Path | None = None) -> list[Finding]:
-    """All findings about this environment and, if given, a DeepSpeed JSON or an Accelerate launch YAML."""
+def examine(config_path: Path | None = None, model: str | None = None) -> list[Finding]:
+    """All findings about this environment and, if given, a DeepSpeed JSON or an Accelerate launch YAML.
+
+    Args:
+        model: a config.json, a model folder or a hub id, which the config's plan file is compared with.
+    """
     findings = [*check_versions(), *check_hook()]
     hook_works = all(finding.status is not Status.ERROR for finding in findings if finding.check == "hook")
-    findings += [*check_cpu_kernels(), *check_host(), *check_gpu()]
+    findings += [*check_cpu_kernels(), *check_host(), *check_gpu(), *check_build_locks()]
     if config_path is not None:
-        findings += check_config(config_path, hook_works=hook_works)
+        findings += check_config(config_path, hook_works=hook_works, model=model)
     return findings
 
 
@@ -229,8 +234,21 @@ def _check_node(index: int) -> Iterator[Finding]:
         yield Finding(f"numa, gpu {index}", Status.OK, where)
 
 
-def check_config(path: Path, *, hook_works: bool = True) -> Iterator[Finding]:
-    """The block of a DeepSpeed JSON, or of the one that an Accelerate launch YAML points to."""
+def check_build_locks() -> Iterator[Finding]:
+    """Locks of torch extensions that killed builds left: ranks wait on them without a word."""
+    from lazytrain_plugin.integration.build_locks import find_locks
+
+    for lock in find_locks():
+        yield Finding(
+            "build lock",
+            Status.WARNING,
+            f"{lock}: no process holds it; a build that was killed leaves one, and the next build waits on it for ever",
+            f"if nothing is being compiled on another host: rm {shlex.quote(str(lock))}",
+        )
+
+
+def check_config(path: Path, *, hook_works: bool = True, model: str | None = None) -> Iterator[Finding]:
+    """The block of a DeepSpeed JSON, or of the one that an Accelerate launch YAML points to, and the plan it names."""
     from lazytrain_plugin.integration.hook import load_config
 
     try:
@@ -240,7 +258,13 @@ def check_config(path: Path, *, hook_works: bool = True) -> Iterator[Finding]:
             yield Finding("config", Status.NOTE, f'{path}: "enabled" is false, plain DeepSpeed will run')
             return
         config = load_config(ds_config)
-    except (LazyTrainError, OSError, ValueError) as error:
+    except OSError as error:
+        named = error.filename or path
+        what = f"{path}: {'' if named == path else f'{named}: '}{error.strerror}"
+        remedy = "give a DeepSpeed JSON or a launch YAML; paths in a YAML start at the folder that the job starts in"
+        yield Finding("config", Status.ERROR, what, remedy)
+        return
+    except (LazyTrainError, ValueError) as error:
         yield Finding("config", Status.ERROR, f"{path}: {error}")
         return
     if not hook_works:
@@ -254,6 +278,42 @@ def check_config(path: Path, *, hook_works: bool = True) -> Iterator[Finding]:
         )
         yield Finding("config", Status.NOTE, f"{path}: {what}", remedy)
     yield from _budgets(config)
+    if config.plan.path is not None:
+        yield from _plan(config, model)
+
+
+def _plan(config: LazyTrainConfig, model: str | None) -> Iterator[Finding]:
+    """Whether a job under `config` could follow its plan file."""
+    from lazytrain_plugin.integration.meta_model import profile_from_config
+    from lazytrain_plugin.plan.check import load_plan_file
+    from lazytrain_plugin.plan.result import PlacementPlan, uses_nvme
+
+    path = config.plan.path
+    try:
+        plan = PlacementPlan.load(path)
+        units = (*plan.units, *plan.stem)
+        if model is not None:
+            profile = profile_from_config(model)
+            units = (*profile.units, *profile.stem)
+        load_plan_file(
+            path,
+            {unit.name for unit in units},
+            state_bits=config.state_bits,
+            gradient_bits=config.resting_gradient_bits,
+            activation_bits=config.activation_bits,
+        )
+    except (LazyTrainError, OSError) as error:
+        yield Finding("plan", Status.ERROR, str(error))
+        return
+    if uses_nvme(plan) and not config.nvme_paths:
+        what = f'{path} puts a part on NVMe, and the block has no "nvme_path"'
+        yield Finding("plan", Status.ERROR, what, 'name a folder in "nvme_path", or plan again without --nvme-gib')
+        return
+    what = f"{path}: {len(plan.units)} layers, {plan.units[0].name if plan.units else 'none'} the first"
+    if model is None:
+        yield Finding("plan", Status.NOTE, f"{what}; not compared with a model", "add --model MODEL")
+    else:
+        yield Finding("plan", Status.OK, f"{what}; of {model}")
 
 
 def _budgets(config: LazyTrainConfig) -> Iterator[Finding]:

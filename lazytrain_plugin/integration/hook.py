@@ -29,6 +29,7 @@ from lazytrain_plugin.config.parse import lazytrain_block, parse_block
 from lazytrain_plugin.config.schema import BLOCK, GradientCommConfig, LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.integration import hf_loading, hf_trainer, tensor_access
+from lazytrain_plugin.integration.build_locks import wait_for_builder
 from lazytrain_plugin.integration.logs import setup_logging
 from lazytrain_plugin.integration.single_process import provide_rendezvous
 from lazytrain_plugin.profile.capacity import SHM_REMEDY, small_shared_memory
@@ -230,7 +231,8 @@ def _patch_shared_memory_op() -> None:
     """Spares a single process without a GPU the compilation of DeepSpeed's all-reduce among ranks of one host.
 
     DeepSpeed compiles it at the first start: a minute that needs a compiler and ninja, and a build that was killed
-    leaves a lock on which later starts wait for ever. One process has nobody to reduce with.
+    leaves a lock on which later starts wait for ever. One process has nobody to reduce with; several go on without the
+    op, which is for inference, rather than wait.
     """
     comm = sys.modules.get("deepspeed.comm.torch")
     original = getattr(comm, "build_shm_op", None)
@@ -239,7 +241,17 @@ def _patch_shared_memory_op() -> None:
 
     @functools.wraps(original)
     def build_shm_op() -> Any:
-        return None if os.environ.get("WORLD_SIZE", "1") == "1" else original()
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return None
+        if lock := wait_for_builder():
+            setup_logging()
+            logger.warning(
+                "%s was left by a build that was killed, and DeepSpeed would wait on it for ever: going on without its "
+                "shared-memory all-reduce (torch's own is used); delete the file",
+                lock,
+            )
+            return None
+        return original()
 
     build_shm_op._lazytrain_original = original
     comm.build_shm_op = build_shm_op

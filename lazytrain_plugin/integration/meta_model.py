@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-import socket
+import re
 import threading
-import urllib.parse
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from lazytrain_plugin.errors import ConfigError, first_line
-from lazytrain_plugin.profile.model import ModelProfile
+from lazytrain_plugin.profile.model import TRAINED_DTYPES, ModelProfile
 
 HUB_ANSWERS_S = 3.0
-"""Longer than a hub within reach takes to accept a connection. Its own client goes on trying for half a minute."""
+"""Longer than a hub within reach takes for a small question. Its own client goes on trying for half a minute."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def profile_from_config(
@@ -33,7 +35,7 @@ def profile_from_config(
         measured_batch: sequences of a batch in which each kind of layer is timed on this machine; None: none is.
 
     Raises:
-        ConfigError: no such file and no network, or a dtype that torch doesn't know.
+        ConfigError: no such file and no network, or a dtype that LazyTrain doesn't train.
         UnsupportedModelError: a layer can't be timed.
     """
     import torch
@@ -41,11 +43,9 @@ def profile_from_config(
     from lazytrain_plugin.profile.extract import extract_model_profile
     from lazytrain_plugin.runtime.discovery import discover
 
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise ConfigError(f"dtype {dtype!r} is not one of torch's; use bfloat16 or float32")
+    check_dtype(dtype, "--dtype")
     config = _load_config(model)
-    built = _build_on_meta(config, torch_dtype, model)
+    built = _build_on_meta(config, getattr(torch, dtype), model)
     found = discover(built)
     units = [(unit.name, unit.module) for unit in found.units]
     profile = extract_model_profile(
@@ -59,6 +59,15 @@ def profile_from_config(
     if measured_batch is None:
         return profile
     return _measured(profile, built, units, measured_batch, sequence_length, fused_kernels)
+
+
+def check_dtype(dtype: str, what: str) -> None:
+    """Raises ConfigError unless weights of this dtype (torch's name) can be trained."""
+    if dtype not in TRAINED_DTYPES:
+        raise ConfigError(
+            f"{what} is {dtype}, and LazyTrain trains bfloat16 and float32 weights: use bfloat16 (float16 needs loss "
+            "scaling; bfloat16 has float32's range and does not)"
+        )
 
 
 def _measured(
@@ -77,40 +86,70 @@ def _measured(
 def _load_config(model: str) -> Any:
     from transformers import AutoConfig
 
-    path = Path(model)
-    if model.endswith(".json") and not path.is_file():
-        raise ConfigError(f"no config at {model!r}; give a config.json, a model folder or a hub id")
+    path = Path(model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigError(f"{model!r} holds no config.json; give a model folder as save_pretrained writes it")
     asks_hub = not path.exists()
+    if asks_hub:
+        _check_hub_id(model, path)
     try:
-        return AutoConfig.from_pretrained(model, local_files_only=asks_hub and not _hub_answers())
+        local_only = asks_hub and not _hub_answers(model)
+        return AutoConfig.from_pretrained(model if asks_hub else str(path), local_files_only=local_only)
     except (OSError, ValueError) as error:
         if not asks_hub:
             raise ConfigError(f"{model!r} is no model config: {first_line(error)}") from error
         raise ConfigError(
-            f"{model!r} is no file or folder here, and can't be had from the hub (no such model, or no network): give "
-            "a config.json, a folder that holds one, or the id of a model on the hub"
+            f"{model!r} is no file or folder here{_nearest(path)}, and can't be had from the hub (no such model, or no "
+            "network): give a config.json, a folder that holds one, or the id of a model on the hub"
         ) from error
 
 
-def _hub_answers() -> bool:
-    """Whether the hub, or the proxy on the way there, accepts a connection."""
-    url = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    proxy = urllib.request.getproxies().get(url.scheme)
-    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
-        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+def _check_hub_id(model: str, path: Path) -> None:
+    """Raises ConfigError for what can only be a path: the hub need not be asked for it.
+
+    An id is NAME or OWNER/NAME.
+    """
+    if not _HUB_ID.fullmatch(model) or model.endswith(".json"):
+        kind = "config" if model.endswith(".json") else "file or folder"
+        raise ConfigError(
+            f"no {kind} at {model!r}{_nearest(path)}; give a config.json, a folder that holds one, or the id of a "
+            "model on the hub"
+        )
+
+
+def _nearest(path: Path) -> str:
+    """ "; did you mean ...?" where the folder holds something of nearly that name."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return f" (did you mean {str(path.with_name(near[0]))!r}?)" if near else ""
+
+
+def _hub_answers(model: str) -> bool:
+    """Whether the hub (on the way that the environment names) says anything of a model within seconds.
+
+    An answer such as "no such model" is one; its own client says it better.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
+        return False
+    hub = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    request = urllib.request.Request(f"{hub}/{model}/resolve/main/config.json", method="HEAD")
     answered = threading.Event()
 
-    def connect() -> None:
+    def ask() -> None:
         try:
-            socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80))).close()
+            urllib.request.urlopen(request, timeout=HUB_ANSWERS_S).close()
+        except urllib.error.HTTPError as error:
+            if error.code >= 500 or error.code == 407:  # a proxy's, or a hub that is down
+                return
         except (OSError, ValueError):
             return
         answered.set()
 
     # In a thread: looking a name up has no time limit of its own.
-    thread = threading.Thread(target=connect, daemon=True)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_ANSWERS_S)
     return answered.is_set()

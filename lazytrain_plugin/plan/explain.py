@@ -14,7 +14,7 @@ from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes
 from lazytrain_plugin.profile.model import ModelProfile, TensorProfile
 from lazytrain_plugin.units import format_bytes
-from lazytrain_plugin.vocab import Activations, Tier
+from lazytrain_plugin.vocab import Activations, Fidelity, Tier
 
 TIER_NAMES = {"gpu": "GPU", "cpu": "host", "nvme": "NVMe"}
 OUTSIDE_STEP_NAMES = {"checkpoint": "saving", "evaluation": "an evaluation"}
@@ -103,7 +103,10 @@ OF_LAYERS = ("activations", "input")
 
 
 def _summary(plan: PlacementPlan, times: StepTimes | None) -> Text:
-    text = f"fidelity {plan.fidelity}, {plan.weight_slots} weight slots, {plan.gradient_slots} gradient slots"
+    # "optimizer.state_bits" overrides what the fidelity says.
+    coded = plan.fidelity == Fidelity.EXACT and any(unit.state_bits == 8 for unit in (*plan.units, *plan.stem))
+    but = " but for 8-bit optimizer states" if coded else ""
+    text = f"fidelity {plan.fidelity}{but}, {plan.weight_slots} weight slots, {plan.gradient_slots} gradient slots"
     if plan.max_tokens is not None:
         text += f", micro-batches of up to {plan.max_tokens} tokens"
     if times is not None:

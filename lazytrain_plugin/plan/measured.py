@@ -83,7 +83,10 @@ class MeasuredTrace:
         try:
             return cls.from_json(Path(path).read_text())
         except OSError as error:
-            raise ConfigError(f"trace {str(path)!r} can't be read: {error.strerror}") from error
+            raise ConfigError(
+                f"trace {str(path)!r} can't be read: {error.strerror}; record one with "
+                '"trace": {"path": ...} in the "lazytrain" block'
+            ) from error
 
 
 def _step_from_dict(raw: dict) -> MeasuredStep:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.edges import check_edges
+from lazytrain_plugin.profile._json import check_keys
 from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
 
 SCHEMA_VERSION = 2
@@ -178,10 +179,13 @@ class PlacementPlan:
         """Parses a plan; raises PlanMismatchError for another schema or an unknown key."""
         try:
             raw = json.loads(text)
-            if raw.get("schema_version") != SCHEMA_VERSION:
+            if "schema_version" not in raw:
+                raise KeyError("schema_version")
+            if raw["schema_version"] != SCHEMA_VERSION:
                 raise PlanMismatchError(
-                    f"plan schema {raw.get('schema_version')} is not {SCHEMA_VERSION}; plan again with this version"
+                    f"plan schema {raw['schema_version']} is not {SCHEMA_VERSION}; plan again with this version"
                 )
+            check_keys(raw, cls)
             for part in ("units", "stem"):
                 raw[part] = tuple(_unit_from_dict(unit) for unit in raw[part])
             raw["fidelity"] = Fidelity(raw["fidelity"])
@@ -199,7 +203,16 @@ class PlacementPlan:
             raise PlanMismatchError(f"{path}: {error}") from error
 
 
+def uses_nvme(plan: PlacementPlan) -> bool:
+    """Whether any part of it rests on NVMe."""
+    return any(
+        Tier.NVME in (unit.weights, unit.states, unit.gradient_tier, unit.boundary, unit.saved)
+        for unit in (*plan.units, *plan.stem)
+    )
+
+
 def _unit_from_dict(raw: dict) -> UnitPlan:
+    check_keys(raw, UnitPlan)
     return UnitPlan(
         **{
             **raw,

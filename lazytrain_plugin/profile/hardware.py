@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.profile._json import digest_of
+from lazytrain_plugin.profile._json import check_keys, check_value, digest_of
 from lazytrain_plugin.units import GIB
 
 CODING_MEMORY_FRACS = (0.5, 0.75)
@@ -152,27 +153,56 @@ class HardwareProfile:
         """Parses a profile. Memory may be given as `*_gib` instead of `*_bytes`; free memory defaults to all of it.
 
         Raises:
-            ConfigError: not JSON, an unknown or a missing key, or a figure out of range.
+            ConfigError: not JSON, an unknown or a missing key, a value of another type, or a figure out of range.
         """
         try:
             raw = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"not a hardware profile: {error}; start from a file in configs/hardware/") from error
-        if not isinstance(raw, dict):
-            raise ConfigError("not a hardware profile: the JSON is no object; start from a file in configs/hardware/")
-        for key in [key for key in raw if key.endswith("_gib")]:
-            raw[key.removesuffix("_gib") + "_bytes"] = int(raw.pop(key) * GIB)
-        for tier in ("gpu", "cpu"):
-            if f"{tier}_bytes" in raw:
-                raw.setdefault(f"{tier}_free_bytes", raw[f"{tier}_bytes"])
-        try:
-            return cls(**raw)
-        except TypeError as error:
+            return cls(**_in_bytes(raw))
+        except ConfigError:
+            raise
+        except ValueError as error:
             raise ConfigError(f"not a hardware profile: {error}; compare with a file in configs/hardware/") from error
 
     @classmethod
     def load(cls, path: str | Path) -> HardwareProfile:
+        """Reads a hardware file; raises ConfigError, with the file's name, as `from_json` does."""
         try:
             return cls.from_json(Path(path).read_text())
         except OSError as error:
-            raise ConfigError(f"hardware profile {str(path)!r} can't be read: {error.strerror}") from error
+            raise ConfigError(
+                f"hardware profile {str(path)!r} can't be read: {error.strerror}; give a file as in configs/hardware/, "
+                "or leave --hardware out to measure this machine"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def _in_bytes(raw: Any) -> dict[str, Any]:
+    """The fields as a file means them: sizes in bytes, free memory all there is where none is given.
+
+    Raises:
+        ValueError: an unknown or missing key, another type, one size given twice, or more free memory than there is.
+    """
+    names = [field.name for field in fields(HardwareProfile) if field.name.endswith("_bytes")]
+    sizes = {name.removesuffix("_bytes") + "_gib": name for name in names}
+    if isinstance(raw, dict):
+        raw = dict(raw)
+        for key, name in sizes.items():
+            if key in raw:
+                check_value(key, raw[key], "float")
+                if name in raw:
+                    raise ValueError(f"it has both {key} and {name}; give one of them")
+                raw[name] = int(raw.pop(key) * GIB)
+        for tier in ("gpu", "cpu"):
+            if f"{tier}_bytes" in raw:
+                raw.setdefault(f"{tier}_free_bytes", raw[f"{tier}_bytes"])
+    check_keys(raw, HardwareProfile, more_keys=sizes)
+    for tier in ("gpu", "cpu"):
+        free, total = raw[f"{tier}_free_bytes"], raw[f"{tier}_bytes"]
+        if free > total >= 0:
+            raise ValueError(
+                f"{tier}_free_bytes is {free}, and {tier}_bytes {total}; no more can be free than there is"
+            )
+    # 24e9 is a whole number too.
+    whole = {field.name for field in fields(HardwareProfile) if field.type.startswith("int")}
+    return {name: int(value) if name in whole and value is not None else value for name, value in raw.items()}

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from lazytrain_plugin.errors import ConfigError, UnsupportedModelError
-from lazytrain_plugin.profile._json import digest_of
+from lazytrain_plugin.profile._json import check_keys, digest_of
 from lazytrain_plugin.units import align_up
 from lazytrain_plugin.vocab import Activations
 
@@ -36,6 +36,9 @@ DTYPE_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+
+TRAINED_DTYPES = ("bfloat16", "float32")
+"""What weights at home may be."""
 
 
 class UnitRole(StrEnum):
@@ -238,6 +241,7 @@ class ModelProfile:
         """Parses a profile; raises ConfigError when it is not one."""
         try:
             raw = json.loads(text)
+            check_keys(raw, cls)
             for part in ("units", "stem"):
                 raw[part] = tuple(_unit_from_dict(unit) for unit in raw[part])
             return cls(**raw)
@@ -246,6 +250,13 @@ class ModelProfile:
 
 
 def _unit_from_dict(raw: dict) -> UnitProfile:
+    for records, record in (
+        ([raw], UnitProfile),
+        (raw["tensors"], TensorProfile),
+        (raw.get("strategies", ()), StrategyProfile),
+    ):
+        for each in records:
+            check_keys(each, record)
     tensors = tuple(TensorProfile(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in raw["tensors"])
     strategies = tuple(
         StrategyProfile(**{**strategy, "activations": Activations(strategy["activations"])})

@@ -2,7 +2,8 @@
 
 import io
 import json
-import time
+import threading
+import urllib.error
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -110,27 +111,61 @@ def test_what_does_not_fit_exits_with_need_and_have(lazytrain, config_7b):
     assert result.stdout == ""
 
 
-def test_no_network_is_found_out_in_seconds(lazytrain, monkeypatch):
-    """The hub's own client would go on trying for half a minute."""
-    asked, begin_s = [], time.perf_counter()
+def test_a_hub_that_says_nothing_is_asked_once(lazytrain, monkeypatch):
+    """Its own client would go on trying for half a minute."""
+    loads, asked, hangs = [], [], threading.Event()
 
-    def hangs(address):  # as a look-up of a name does
-        time.sleep(1)
+    def answer(request, timeout):
+        asked.append(request.full_url)
+        hangs.wait(60)  # as a look-up of a name may
         raise OSError
 
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(meta_model, "HUB_ANSWERS_S", 0.05)
-    monkeypatch.setattr(meta_model.socket, "create_connection", hangs)
+    monkeypatch.setattr(meta_model.urllib.request, "urlopen", answer)
     load = transformers.AutoConfig.from_pretrained
     monkeypatch.setattr(
-        transformers.AutoConfig, "from_pretrained", lambda name, **how: asked.append(how) or load(name, **how)
+        transformers.AutoConfig,
+        "from_pretrained",
+        lambda name, **how: loads.append(how["local_files_only"]) or load(name, local_files_only=True),
     )
-    result = lazytrain("plan", "no/such/model", "--hardware", H200)
+    result = lazytrain("plan", "no/model", "--hardware", H200)
+    hangs.set()
     assert result.exit_code == 1 and "or the id of a model on the hub" in result.stderr
-    assert asked == [{"local_files_only": True}]
-    assert time.perf_counter() - begin_s < 1
-    monkeypatch.setattr(meta_model.socket, "create_connection", lambda address: io.BytesIO())
-    lazytrain("plan", "no/such/model", "--hardware", H200)
-    assert asked[1:] == [{"local_files_only": False}]
+    assert loads == [True] and asked == ["https://huggingface.co/no/model/resolve/main/config.json"]
+
+    for code, local_only in ((200, False), (401, False), (404, False), (502, True), (407, True)):
+
+        def answer(request, timeout, code=code):
+            if code == 200:
+                return io.BytesIO()
+            raise urllib.error.HTTPError(request.full_url, code, "", {}, None)
+
+        monkeypatch.setattr(meta_model.urllib.request, "urlopen", answer)
+        lazytrain("plan", "no/model", "--hardware", H200)
+        assert loads[-1] == local_only, code
+    monkeypatch.setattr(meta_model.urllib.request, "urlopen", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    lazytrain("plan", "no/model", "--hardware", H200)
+    assert loads[-1]
+
+
+@pytest.mark.parametrize(
+    "path", ["./nofolder", "models/qwen/nofolder", "/nofolder", "../nofolder", "nofolder.json", "~/nofolder"]
+)
+def test_what_can_only_be_a_path_is_not_asked_of_the_hub(lazytrain, monkeypatch, path):
+    monkeypatch.setattr(meta_model, "_hub_answers", lambda model: pytest.fail("asked"))
+    result = lazytrain("plan", path, "--hardware", H200)
+    assert result.exit_code == 1 and f"at {path!r}; give a config.json" in result.stderr
+
+
+def test_a_path_that_is_nearly_right_is_named(lazytrain, config_7b, monkeypatch):
+    monkeypatch.setattr(meta_model, "_hub_answers", lambda model: False)
+    result = lazytrain("plan", config_7b.with_name("qwen2-7bb"), "--hardware", H200)
+    assert f"did you mean {str(config_7b)!r}?" in result.stderr
+    monkeypatch.chdir(config_7b.parent)
+    assert f"did you mean {config_7b.name!r}?" in lazytrain("plan", "qwen2_7b0", "--hardware", H200).stderr
 
 
 def test_names_stay_whole_in_a_pipe(lazytrain, profile_2b, tmp_path):
@@ -147,8 +182,14 @@ def test_names_stay_whole_in_a_pipe(lazytrain, profile_2b, tmp_path):
     [
         (
             ["plan", "no/such/model", "--hardware", H200],
-            "no network): give a config.json, a folder that holds one, or the id of a model on the hub",
+            "no file or folder at 'no/such/model'; give a config.json, a folder that holds one, or the id of a model",
         ),
+        (["plan", "{folder}", "--hardware", H200, "--dtype", "float16"], "--dtype is float16"),
+        (["plan", "{folder}", "--hardware", H200, "--dtype", "float64"], "use bfloat16"),
+        (["plan", "{folder}", "--hardware", H200, "--out", "nofolder/plan.json"], "nofolder does not exist"),
+        (["plan", "{folder}", "--hardware", H200, "--timeline", "nofolder/step.html"], "nofolder does not exist"),
+        (["profile", "{folder}", "--out", "nofolder/model.json"], "nofolder does not exist"),
+        (["explain", "{folder}/config.json"], "config.json: not a LazyTrain plan"),
         (["plan", "missing.json", "--hardware", H200], "no config at"),
         (["plan", "{folder}", "--hardware", "missing_box.json"], "can't be read"),
         (["plan", "{folder}", "--hardware", H200, "--gpu-memory-gib", "-4"], "gpu-memory-gib is -4"),
@@ -340,9 +381,23 @@ def test_json_alone_on_stdout(lazytrain, profile_2b, tmp_path):
     assert unit["name"] == "model.layers.3" and unit["reason"]
 
 
-def test_a_file_that_cannot_be_written_is_one_line(lazytrain, profile_2b, tmp_path):
-    result = lazytrain("plan", profile_2b, "--hardware", H200, "--out", tmp_path / "no" / "plan.json")
-    assert result.exit_code == 1 and "No such file" in result.stderr and "Traceback" not in result.output
+def test_a_file_that_cannot_be_written_is_one_line(lazytrain, profile_2b, monkeypatch):
+    monkeypatch.setattr(cli_plan, "make_plan", lambda *_: pytest.fail("planned for nothing"))
+    result = lazytrain("plan", profile_2b, "--hardware", H200, "--out", "/proc/plan.json")
+    assert result.exit_code == 1 and "name a folder on a disk" in result.stderr and "Traceback" not in result.output
+
+
+def test_a_disk_that_fills_up_is_one_line(lazytrain, profile_2b):
+    result = lazytrain("plan", profile_2b, "--hardware", H200, "--out", "/dev/full")
+    assert result.exit_code == 1 and "No space left on device; correct the path" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_profile_with_weights_that_are_not_trained(lazytrain, profile_2b, tmp_path):
+    path = tmp_path / "half.json"
+    path.write_text(profile_2b.read_text().replace('"bfloat16"', '"float16"'))
+    result = lazytrain("plan", path, "--hardware", H200)
+    assert result.exit_code == 1 and "model.layers.0.self_attn.q_proj.weight is float16" in result.stderr
 
 
 def test_lossy_choices_are_listed_with_gain_and_error(lazytrain, profile_7b):

@@ -12,12 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 from lazytrain_plugin import _bootstrap
+from lazytrain_plugin.config import folders
 from lazytrain_plugin.integration import cli, doctor
 from lazytrain_plugin.integration.doctor import Status
+from lazytrain_plugin.integration.meta_model import profile_from_config
 from lazytrain_plugin.kernels import native
+from lazytrain_plugin.plan.greedy import greedy_plan
+from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.profile import capacity, numa
 from lazytrain_plugin.runtime import near_device
+from tests.plan import builders
 
+PLAN = greedy_plan(builders.model(2), builders.hardware(), PlanRequest(max_tokens=64))
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "lazytrain": {"fidelity": "balanced"}}
 
 
@@ -185,7 +191,7 @@ class TestConfig:
             ("{'single': 1}", "ds.json", "line 1 column 2"),
             ("[]", "ds.json", "JSON object"),
             ("deepspeed_config: {zero_stage: 3}", "launch.yaml", "deepspeed_config_file"),
-            ("deepspeed_config: {deepspeed_config_file: gone.json}", "launch.yml", "gone.json"),
+            ("deepspeed_config: {deepspeed_config_file: gone.json}", "launch.yml", "start at the folder that the job"),
             ({**DS_CONFIG, "lazytrain": {"cpu_memory_gib": 1e9}}, "ds.json", "lower it"),
         ],
     )
@@ -193,6 +199,54 @@ class TestConfig:
         last = list(doctor.check_config(write(content, name)))[-1]
         assert last.status == Status.ERROR
         assert says in last.detail + last.remedy
+
+    def test_a_missing_file_is_named_with_what_to_give(self, tmp_path):
+        finding = only(doctor.check_config(tmp_path / "gone.json"))
+        assert finding.status == Status.ERROR and "gone.json: No such file" in finding.detail
+        assert "give a DeepSpeed JSON" in finding.remedy
+
+    @pytest.mark.parametrize(
+        ("change", "block", "says"),
+        [
+            ({}, {}, None),
+            ({"states": "nvme", "updater": "cpu"}, {}, "puts a part on NVMe"),
+            ({"boundary": "nvme"}, {}, "puts a part on NVMe"),
+            ({"states": "nvme", "updater": "cpu"}, {"nvme_path": "."}, None),
+            ({"state_bits": 8}, {}, "keeps the optimizer states of layers.0"),
+            ({"state_bits": 8}, {"fidelity": "balanced"}, None),
+            ({"weights": "GPU"}, {}, "not a LazyTrain plan"),
+        ],
+    )
+    def test_a_plan_that_the_job_could_not_follow(self, write, tmp_path, monkeypatch, change, block, says):
+        monkeypatch.setattr(folders, "filesystem_type", lambda path: "ext4")
+        raw = json.loads(PLAN.to_json())
+        raw["units"][0].update(change)
+        write(raw, "plan.json")
+        path = write({**DS_CONFIG, "lazytrain": {"plan": {"path": "plan.json"}, **block}})
+        first, last = doctor.check_config(path)
+        assert first.status == Status.OK
+        if says is None:
+            assert last.status == Status.NOTE and "not compared with a model" in last.detail
+            assert last.remedy == "add --model MODEL"
+        else:
+            assert last.status == Status.ERROR and says in last.detail
+
+    @pytest.mark.parametrize("layers", [2, 3])
+    def test_a_plan_of_another_model(self, write, tmp_path, layers):
+        config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+        write({**config, "num_hidden_layers": layers, "vocab_size": 100}, "config.json")
+        model = profile_from_config(str(tmp_path))
+        names = lambda units: [{**raw_unit, "name": unit.name} for unit in units]  # noqa: E731
+        raw = json.loads(PLAN.to_json())
+        raw_unit = raw["units"][0]
+        raw.update(units=names(model.units)[:2], stem=names(model.stem))
+        write(raw, "plan.json")
+        path = write({**DS_CONFIG, "lazytrain": {"plan": {"path": "plan.json"}}})
+        _, last = doctor.check_config(path, model=str(tmp_path))
+        if layers == 2:
+            assert last.status == Status.OK
+        else:
+            assert last.status == Status.ERROR and "lacks model.layers.2" in last.detail
 
     def test_a_disabled_block_is_a_note(self, write):
         path = write({"lazytrain": {"enabled": False}})

@@ -175,6 +175,7 @@ def test_one_process_compiles_nothing_at_start(monkeypatch, world_size, built):
     builds = []
     monkeypatch.setattr(comm, "build_shm_op", lambda: builds.append(1))
     hook._patch_shared_memory_op()
+    monkeypatch.setattr(hook, "wait_for_builder", lambda: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world_size is not None:
         monkeypatch.setenv("WORLD_SIZE", world_size)

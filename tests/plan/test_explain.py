@@ -1,5 +1,7 @@
 """What a person reads: one screen, equal units together, reasons on request."""
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
@@ -36,6 +38,16 @@ def test_one_unit_by_its_name_or_a_tensor(name):
     text = " ".join(text_of(explain_unit(PLAN, name)).split())
     unit = PLAN.unit({"layers.3.w0": "layers.3", "head": "stem.head"}.get(name, name))
     assert f"unit {unit.name} weights" in text and unit.reason in text
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "says"), [("exact", "exact but for 8-bit optimizer states,"), ("balanced", "balanced,")]
+)
+def test_states_in_fewer_bits_than_the_fidelity_says(fidelity, says):
+    """A job may set "optimizer.state_bits" alone; its plan is not what "exact" promises."""
+    plan = replace(PLAN.with_units(state_bits=8), fidelity=fidelity)
+    assert f"fidelity {says}" in text_of(explain_plan(plan))
+    assert "fidelity exact, " in text_of(explain_plan(PLAN))
 
 
 def test_unknown_unit():

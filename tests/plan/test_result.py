@@ -25,7 +25,11 @@ def test_a_file_gives_the_plan_back(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda raw: raw["units"][0].pop("weights"), "it has no 'weights'"),
+        (lambda raw: raw["units"][0].pop("weights"), "it has no weights"),
+        (lambda raw: raw.pop("schema_version"), "not a LazyTrain plan"),
+        (lambda raw: raw["units"][0].update(state_bits="8"), 'state_bits is "8"; give a whole number, without quotes'),
+        (lambda raw: raw.update(max_tokens=4096.5), "max_tokens is 4096.5; give a whole number"),
+        (lambda raw: raw.update(weight_slot=3), 'unknown key "weight_slot"; did you mean "weight_slots"?'),
         (lambda raw: raw["units"][0].update(weights="CPU"), "'CPU' is not a valid Tier"),
         (lambda raw: raw.update(schema_version=1), "plan again with this version"),
         (lambda raw: raw["units"].append(raw["units"][0]), "the plan has layers.0 twice"),
