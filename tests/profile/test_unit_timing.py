@@ -1,6 +1,6 @@
 """Real times of one unit per kind, from a model that has no memory."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from lazytrain_plugin.errors import UnsupportedModelError
+from lazytrain_plugin.profile import unit_timing
 from lazytrain_plugin.profile.unit_timing import measure_units, time_unit
 from lazytrain_plugin.runtime.discovery import discover
 from tests.profile.test_extract import SMALL, profile_of
@@ -47,32 +48,40 @@ def test_units_of_one_kind_are_timed_once_and_others_for_themselves(monkeypatch)
 
 
 class Slow(nn.Module):
-    """10 ms forward, 20 ms backward."""
+    """10 ms forward, 20 ms backward, by a clock that nothing else moves."""
 
-    def __init__(self):
+    def __init__(self, clock):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(3, device="meta"))
+        self.clock = clock
 
     def forward(self, x):
-        return _Sleep.apply(x * self.weight)
+        return _Work.apply(x * self.weight, self.clock)
+
+    def __deepcopy__(self, memo):
+        return Slow(self.clock)
 
 
-class _Sleep(torch.autograd.Function):
+class _Work(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
-        time.sleep(0.01)
+    def forward(ctx, x, clock):
+        ctx.clock = clock
+        clock.now_s += 0.01
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(0.02)
-        return gradient
+        ctx.clock.now_s += 0.02
+        return gradient, None
 
 
-def test_times_are_those_of_the_unit():
-    times = time_unit(Slow(), (torch.empty(2, 3, device="meta", requires_grad=True),), {}, torch.device("cpu"))
-    assert times.forward_s == pytest.approx(0.01, rel=0.4)
-    assert times.backward_s == pytest.approx(0.02, rel=0.4)
+def test_times_are_those_of_the_unit(monkeypatch):
+    clock = SimpleNamespace(now_s=0.0)
+    clock.perf_counter = lambda: clock.now_s
+    monkeypatch.setattr(unit_timing, "time", clock)
+    times = time_unit(Slow(clock), (torch.empty(2, 3, device="meta", requires_grad=True),), {}, torch.device("cpu"))
+    assert times.forward_s == pytest.approx(0.01) and times.backward_s == pytest.approx(0.02)
+    assert clock.now_s == pytest.approx(0.03 * (unit_timing.WARM_UP_RUNS + unit_timing.TIMED_RUNS))
 
 
 def test_a_model_that_does_not_run_on_meta_tensors_is_refused_with_the_way_out():
