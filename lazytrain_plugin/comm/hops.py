@@ -41,6 +41,16 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> dateti
         return None
 
 
+def _options(device: torch.device, timeout: datetime.timedelta | None) -> Any:
+    """NCCL's kernels go first: in line behind the blocks of a matrix product, each would wait for all of it."""
+    if device.type != "cuda" or dist.get_backend_config().removeprefix("cuda:") != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
 class Hops:
     """Groups of its own, so that a reduction under way never meets another collective of the same ranks.
 
@@ -68,9 +78,9 @@ class Hops:
         if self.topology.ranks_per_node is None:
             nodes = tuple((rank,) for rank in range(len(self.ranks)))
         node = next(node for node in nodes if self.rank in node)
-        self.inside = self._new_group(node) if len(node) > 1 else None
+        self.inside = self._subgroup(node) if len(node) > 1 else None
         peers = [other[node.index(self.rank)] for other in nodes]
-        self.across = self._new_group(peers) if len(peers) > 1 else None
+        self.across = self._subgroup(peers) if len(peers) > 1 else None
         self.node_ranks = nodes
         """The ranks of each node, by position: nodes of one size, also where the topology has others."""
         self.ranks_per_node, self.nodes = len(node), len(nodes)
@@ -79,13 +89,20 @@ class Hops:
         self.lines: dict[str, Any] = {}
         """What exchanges over these groups take, once that was measured (comm/links.py)."""
 
+    def _subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Not a second one of all ranks: NCCL takes some hundred MiB of each GPU for a group."""
+        return self.job if len(ranks) == len(self.ranks) else self._new_group(ranks)
+
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         members = tuple(self.ranks[rank] for rank in ranks)
         spare = _spare_groups().setdefault((members, self._timeout), [])
         if spare:
             group = spare.pop()
         else:
-            group = dist.new_group(list(members), timeout=self._timeout, use_local_synchronization=True)
+            options = _options(self.device, self._timeout)
+            group = dist.new_group(
+                list(members), timeout=self._timeout, pg_options=options, use_local_synchronization=True
+            )
         self._groups.append((spare, group))
         return group
 

@@ -86,7 +86,7 @@ class Executor:
         self.side_outputs = side_outputs or NoSideOutputs()
         self.prepare_inputs = prepare_inputs or (lambda args, kwargs: (args, kwargs))
         self.streams = Streams(device, transfer_delay_s=transfer_delay_s)
-        self.worker = UpdateWorker()
+        self.worker = UpdateWorker(begin=self.streams.use_device)
         self.activations = ActivationStore(self.streams, 1)
         self.graph_root = torch.empty(0, device=device, requires_grad=True)
         """Input of every unit node, so that one exists even where no argument requires grad (a frozen prefix)."""

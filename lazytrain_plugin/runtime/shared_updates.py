@@ -31,12 +31,13 @@ class SharedUpdates(CpuUpdates):
     def __init__(self, executor: Executor, nvme: NvmeStores, ranks: RankGroup, streamed: DividedUpdates) -> None:
         super().__init__(executor, nvme)
         self._streamed = streamed
-        self._launcher = UpdateWorker()
+        begin = executor.streams.use_device
+        self._launcher = UpdateWorker(begin=begin)
         units = executor.all_units
         self._counters = ranks.update_counters(len(units))
         self._index = {unit: i for i, unit in enumerate(units)}
         self._numbers = [0] * len(units)
-        self._waiter = UpdateWorker()
+        self._waiter = UpdateWorker(begin=begin)
 
     def submit(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars, gradients_done) -> Ticket:
         index, label = self._index[unit], f"optimizer update of {unit.name}"

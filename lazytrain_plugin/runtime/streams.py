@@ -99,6 +99,12 @@ class Streams:
         else:
             self.h2d = self.d2h = self.comm = None
 
+    def use_device(self) -> None:
+        """What a new thread does first: CUDA has it begin on the first GPU, where its first switch to a stream and back
+        would take half a GiB of another rank's memory."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.h2d.device)
+
     def slot_stream(self):
         """A stream for one staging buffer. High priority: an update is short, and units and transfers wait for it."""
         return torch.cuda.Stream(self.device, priority=-1) if self.is_cuda else None

@@ -39,9 +39,12 @@ class UpdateWorker:
 
     After a failure nothing more runs: every later ticket fails with the first error, because an update that was
     lost must not be followed by one that assumes it.
+
+    Args:
+        begin: what the thread does first.
     """
 
-    def __init__(self, name: str = "update") -> None:
+    def __init__(self, name: str = "update", *, begin: Callable[[], None] | None = None) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -49,6 +52,8 @@ class UpdateWorker:
         """Time that optimizer updates took since the start, waits for their inputs not counted."""
         self.updated_parameters = 0
         """Parameters that they went over."""
+        if begin is not None:
+            self._queue.put((begin, Ticket("start", name)))
         self._thread = threading.Thread(target=self._run, name=f"lazytrain-{name}", daemon=True)
         self._thread.start()
 

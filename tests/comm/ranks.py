@@ -82,7 +82,15 @@ def _rank_main(sender, function, rank, world_size, init_method, device, variable
             torch.cuda.set_device(where)
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
-        result = function(rank, where, *args)
+        if device == "cuda":
+            result = function(rank, where, *args)
+        else:
+            from tests.comm.rules import Rules
+
+            rules = Rules()
+            with rules.applied():
+                result = function(rank, where, *args)
+            rules.compare()
         dist.barrier()
         _send(sender, result)
         dist.destroy_process_group()

@@ -207,7 +207,11 @@ def every_case(rank, device, world_size, names, ranks_per_node=None):
     streamed_updates.STEM_STAGING_BYTES = 12 << 10  # units pass in several chunks
     topology = None if ranks_per_node is None else Topology.consecutive(world_size, ranks_per_node)
     ranks = RankGroup(device, topology=topology)
-    return {name: run_case(ranks, device, world_size, CASES[name]) for name in names}
+    found = {name: run_case(ranks, device, world_size, CASES[name]) for name in names}
+    if device.type == "cuda":  # a thread that works on the first GPU takes memory there
+        others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+        assert not any(map(torch._C._cuda_hasPrimaryContext, others))
+    return found
 
 
 @pytest.fixture(scope="module", params=DEVICES)
