@@ -163,13 +163,16 @@ class Hops:
         except CommunicationError:
             raise
         except RuntimeError as error:
-            waited_s = time.monotonic() - begin
-            silent = self._silent_ranks()
-            who = f"No sign of life from rank {', '.join(map(str, silent))}" if silent else "Every rank still answers"
-            raise CommunicationError(
-                f"Rank {self.ranks[self.rank]}: the {name} of a gradient reduction failed after {waited_s:.1f} s. "
-                f"{who}; see the first error of that rank's log, then resume from the last checkpoint. ({error})"
-            ) from error
+            raise self.failed(name, time.monotonic() - begin, str(error)) from error
+
+    def failed(self, phase: str, waited_s: float, why: str) -> CommunicationError:
+        """What to raise where this rank has waited for others in vain; other ranks hear of it."""
+        silent = self._silent_ranks()
+        who = f"No sign of life from rank {', '.join(map(str, silent))}" if silent else "Every rank still answers"
+        return CommunicationError(
+            f"Rank {self.ranks[self.rank]}: the {phase} of a gradient reduction failed after {waited_s:.1f} s. "
+            f"{who}; see the first error of that rank's log, then resume from the last checkpoint. ({why})"
+        )
 
     @property
     def _failure_key(self) -> str:

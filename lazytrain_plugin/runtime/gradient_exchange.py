@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 
@@ -68,6 +69,8 @@ class GradientExchange:
         self._lane = CommLane(streams, ranks.hops.answer)
         self._sink = sink
         self._streams = streams
+        if streams.is_cuda:  # on the CPU the backend itself gives up
+            streams.patience = partial(ranks.give_up_on_others, "exchange of gradients")
         self._in_order = [unit for unit in (*reversed(table.head), *reversed(table.units)) if unit.trained]
         self.units = [*self._in_order, *(unit for unit in table.stem if unit.trained and unit not in table.head)]
         self._place = {unit: i for i, unit in enumerate(self._in_order)}
@@ -137,8 +140,8 @@ class GradientExchange:
         if self._under_way:
             self.end_backward()
         self._lane.finish()
-        if self._streams.is_cuda:
-            self._streams.h2d.synchronize()
+        for stream in (None, self._streams.h2d):
+            self._streams.reach(self._streams.record(stream))
         return self._sink.complete(units, self._agree)
 
     def _agree(self, squares: Squares) -> Squares:

@@ -16,6 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from lazytrain_plugin.comm.hops import Hops
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.errors import CommunicationError
+from lazytrain_plugin.runtime.worker import LOOK_UP_S
 from lazytrain_plugin.units import align_up, format_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 POLL_S = 2e-4
 """Between two looks at a counter of another rank."""
 DEFAULT_TIMEOUT_S = 1800.0
+BEFORE_NCCL_FRAC = 0.9
+"""At its time-out NCCL's watchdog ends the process, and doesn't say which rank was missing."""
 _FAILED = -1
 
 
@@ -65,6 +69,8 @@ class RankGroup:
         self.local_rank = hops.position(hops.inside)
         timeout = hops._timeout
         self.timeout_s = timeout.total_seconds() if timeout is not None else DEFAULT_TIMEOUT_S
+        if device.type == "cuda":
+            self.timeout_s *= BEFORE_NCCL_FRAC
         # What is agreed upon is small and on the host, so it goes a way of its own.
         self._control = dist.new_group(hops.ranks, backend="gloo", timeout=datetime.timedelta(seconds=self.timeout_s))
         members = hops.ranks if hops.inside is None else dist.get_process_group_ranks(hops.inside)
@@ -78,6 +84,8 @@ class RankGroup:
             self._control_inside = dist.new_group(
                 self.local_ranks, backend="gloo", timeout=limit, use_local_synchronization=True
             )
+
+        self._pids = [pid for i, pid in enumerate(self.gather_objects(os.getpid(), "start")) if i in self.local_indices]
 
     @property
     def is_first(self) -> bool:
@@ -161,6 +169,18 @@ class RankGroup:
         local = everyone[self.local_indices]
         return [int(column.nonzero()[0]) if column.any() else None for column in local.T]
 
+    def gone(self) -> list[int]:
+        """Ranks of this node whose process has ended."""
+        return [rank for rank, pid in zip(self.local_ranks, self._pids, strict=True) if not _runs(pid)]
+
+    def give_up_on_others(self, phase: str, waited_s: float) -> None:
+        """Raises CommunicationError where waiting any longer is in vain: a rank of this node is gone, or time is up."""
+        self.hops.answer()
+        if gone := self.gone():
+            raise self.hops.failed(phase, waited_s, f"the process of rank {', '.join(map(str, gone))} has ended")
+        if waited_s > self.timeout_s:
+            raise self.hops.failed(phase, waited_s, f"time-out after {self.timeout_s:.0f} s")
+
     # Memory of the node.
 
     def share(self, nbytes: int) -> tuple[mmap.mmap, mmap.mmap]:
@@ -202,6 +222,14 @@ class RankGroup:
         return UpdateCounters(self, num_units)
 
 
+def _runs(pid: int) -> bool:
+    """Whether a process of this machine is there, and not only waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 class UpdateCounters:
     """How many updates of each unit each rank of this node has done."""
 
@@ -229,11 +257,15 @@ class UpdateCounters:
         Raises:
             CommunicationError: a rank failed, or did not within the time-out.
         """
-        end = time.monotonic() + self._ranks.timeout_s
+        begin = look = time.monotonic()
+        gone: list[int] = []
         while min(done := self._of(unit)) < number:
-            if _FAILED in done or time.monotonic() > end:
-                late = [rank for rank, n in zip(self._ranks.local_ranks, done, strict=True) if n < number]
-                how = "failed there" if _FAILED in done else f"did not end within {self._ranks.timeout_s:.0f} s"
+            if (now := time.monotonic()) >= look + LOOK_UP_S:
+                look, gone = now, self._ranks.gone()
+            if _FAILED in done or gone or now > begin + self._ranks.timeout_s:
+                late = gone or [rank for rank, n in zip(self._ranks.local_ranks, done, strict=True) if n < number]
+                waited = f"did not end within {self._ranks.timeout_s:.0f} s"
+                how = "failed there" if _FAILED in done else "ended with that process" if gone else waited
                 raise CommunicationError(
                     f"Rank {self._ranks.rank}: the optimizer update of {name} on rank {', '.join(map(str, late))} "
                     f"{how}; see the first error of that rank's log, then resume from the last checkpoint."

@@ -108,7 +108,7 @@ class WeightSlots:
     def _wait_for_uploads(self) -> None:
         self._backward_ends_with_us = False
         if self._last_upload is not None:
-            self._last_upload.synchronize()
+            self._streams.reach(self._last_upload)
 
     def end_leases(self) -> None:
         """Nothing runs now: leases that an interrupt left behind are over."""

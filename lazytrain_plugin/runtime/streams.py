@@ -16,11 +16,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 
 from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.recorder import StepRecorder
+from lazytrain_plugin.runtime.worker import LOOK_UP_S
+
+POLL_S = 5e-5
+"""Between two looks at an event."""
 
 
 class NullEvent:
@@ -86,6 +91,8 @@ class Streams:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self.trace = Trace()
+        self.patience: Callable[[float], None] | None = None
+        """Called with the seconds so far, now and then while the host waits for what other ranks do too."""
         self.phase = "forward"
         """What computes now, forward or backward: names the copies that are started for it."""
         self._idle_since = None
@@ -139,6 +146,18 @@ class Streams:
         """Makes a copy stream wait for `event`; the host goes on."""
         if self.is_cuda and event is not None:
             stream.wait_event(event)
+
+    def reach(self, event) -> None:
+        """The host waits for `event`; raises what `patience` raises, for there may be no other end to it."""
+        if self.patience is None:
+            event.synchronize()
+            return
+        begin = look = time.monotonic()
+        while not event.query():
+            if (now := time.monotonic()) >= look + LOOK_UP_S:
+                look = now
+                self.patience(now - begin)
+            time.sleep(POLL_S)
 
     def compute_waits(self, event, cause: str, *, since=None) -> None:
         """Makes the compute stream wait for `event` and books the time under `cause`.

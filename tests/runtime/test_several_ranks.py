@@ -6,19 +6,25 @@ One set of processes runs every case of a world size: starting them takes longer
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import signal
+import time
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from lazytrain_plugin.comm import hops
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.runtime import activation_store, streamed_updates
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.vocab import Tier
-from tests.comm.ranks import succeed
+from tests.comm.ranks import Failure, run_ranks, succeed
 from tests.runtime.rig import HIDDEN, VOCAB, Block, Model, make_executor, plan_for
 
 STEPS = 5
@@ -307,3 +313,59 @@ def test_four_ranks_train_as_one(device, ranks_per_node):
             assert_close(name, found[name], expected)
             for key, values in results[0][name][0].items():
                 assert torch.equal(found[name][0][key], values), (name, key)
+
+
+def dies_in_backward(module, inputs, output):
+    output.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def loses_a_rank(rank, device, when):
+    hops.SIGN_OF_LIFE_S = 0.3
+    ranks = RankGroup(device, timeout_s=60)
+    model = MODELS["wide"]()
+    executor = make_executor(model, plan_for(model, device=device.type), device=str(device), native=True, ranks=ranks)
+    for step, batch in enumerate(global_batches(2, 2)):
+        if rank == 1 and step == 1 and when == "in backward":
+            model.layers[0].register_forward_hook(dies_in_backward)
+        if rank == 1 and step == 1 and when == "before its update":
+            executor.worker.submit(lambda: os.kill(os.getpid(), signal.SIGKILL), "the end")
+        executor.begin_forward()
+        model.loss(batch.chunk(2)[rank].to(device)).backward()
+        executor.end_backward()
+        executor.step(0.0)
+    executor.flush()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("when", ["in backward", "before its update"])
+def test_a_rank_that_is_killed_ends_the_other_one_at_once_with_its_name(device, when):
+    begin = time.monotonic()
+    other, killed = run_ranks(loses_a_rank, 2, when, device=device, timeout_s=80)
+    assert killed == Failure("ended with exit code -9")
+    assert "CommunicationError: Rank 0: the " in other.text, other.text
+    assert re.search("No sign of life from rank 1;|on rank 1 ended with that process;", other.text), other.text
+    assert time.monotonic() - begin < 40
+
+
+class NeverDone:
+    """Stands for the event of a kernel that waits for a rank that is gone."""
+
+    def query(self) -> bool:
+        return False
+
+
+def waits_for_the_dead(rank, device):
+    hops.SIGN_OF_LIFE_S = 0.3
+    ranks = RankGroup(device, timeout_s=60)
+    ranks.barrier("start")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    streams = Streams(device)
+    streams.patience = partial(ranks.give_up_on_others, "exchange")
+    streams.reach(NeverDone())
+
+
+def test_a_host_that_waits_for_its_device_hears_that_a_rank_is_gone():
+    other, _ = run_ranks(waits_for_the_dead, 2, timeout_s=40)
+    assert "CommunicationError: Rank 0: the exchange of a gradient reduction failed" in other.text
+    assert "No sign of life from rank 1;" in other.text and "process of rank 1 has ended" in other.text
