@@ -19,6 +19,7 @@ from typing import Any
 import deepspeed
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lazytrain_plugin.errors import CheckpointError
 from lazytrain_plugin.integration import checkpoint_layout as layout
@@ -26,12 +27,13 @@ from lazytrain_plugin.integration.checkpoint_folder import (
     MODEL_STATES,
     OPTIM_STATES,
     complete_or_nothing,
+    complete_tags,
     find_files,
     read_latest,
     write_latest,
 )
 from lazytrain_plugin.runtime.state import ParamRecord, TrainState
-from lazytrain_plugin.runtime.streamed_file import MappedFile, StreamedSave, streamed_bytes
+from lazytrain_plugin.runtime.streamed_file import DamagedFileError, MappedFile, StreamedSave, streamed_bytes
 from lazytrain_plugin.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -162,7 +164,10 @@ def load_checkpoint(
         model_files = [MappedFile(path) for path in model_paths]
         optim_files = [MappedFile(path) for path in optim_paths]
         model = model_files[0].content
-        trained = layout.SavedParameters(optim_files, model["param_shapes"])
+        if (optim_files[0].content.get("lazytrain") or {}).get("crc32"):
+            for file in (*model_files, *optim_files):
+                file.verify_from_now()
+        trained = layout.SavedParameters(optim_files, model["param_shapes"], model_files)
         frozen = _frozen_fragments(model_files)
     except Exception as error:  # unpickling a damaged file can raise anything
         raise CheckpointError(
@@ -180,8 +185,16 @@ def load_checkpoint(
             "the optimizer as before, or pass load_optimizer_states=False to start it anew"
         )
 
-    for record, name in sources:
-        _load_parameter(state, record, name, trained, frozen, with_states=with_states)
+    try:
+        # Buffers, scheduler and client state; weights when they are read.
+        trained.verify(tree_leaves({key: value for key, value in model.items() if key != "frozen_param_fragments"}))
+        for record, name in sources:
+            _load_parameter(state, record, name, trained, frozen, with_states=with_states)
+    except DamagedFileError as error:
+        raise CheckpointError(
+            f"{error}: the disk is failing, or something else wrote there. Values that were read before are in place "
+            f"already: start anew; {complete_tags(load_dir, but=tag)}"
+        ) from error
     module.load_state_dict(buffers, strict=False)
     if with_states:
         _restore_hyperparameters(param_groups, trained.param_groups)
@@ -306,6 +319,7 @@ def _load_parameter(
     with_states: bool,
 ) -> None:
     master = trained.master(name) if name in trained.shapes else frozen[name][1]()
+    trained.verify([master])
     if record.group is None or not record.numel:
         record.parameter.data.copy_(master.view(record.shape))
     else:
@@ -313,6 +327,7 @@ def _load_parameter(
     trained.release([master])
     if with_states and name in trained.shapes:
         values = trained.state(name)
+        trained.verify(list(values.values()))
         state.write_state(record, values)
         trained.release(list(values.values()))
 

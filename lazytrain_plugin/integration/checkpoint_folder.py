@@ -94,7 +94,7 @@ def find_files(load_dir: Path, tag: str) -> tuple[list[Path], list[Path]]:
     recover(load_dir, tag)
     folder = load_dir / tag
     if not folder.is_dir():
-        raise CheckpointError(f"no checkpoint {folder}; {_complete_tags(load_dir)}")
+        raise CheckpointError(f"no checkpoint {folder}; {complete_tags(load_dir)}")
     model_files: list[Path] = []
     while (path := folder / MODEL_STATES.format(rank=len(model_files))).is_file():
         model_files.append(path)
@@ -111,7 +111,7 @@ def find_files(load_dir: Path, tag: str) -> tuple[list[Path], list[Path]]:
     if not model_files or (len(model_files), len(optim_files)) != expected or expected[0] != expected[1]:
         raise CheckpointError(
             f"{folder} is incomplete: {expected[0]} *_model_states.pt and {expected[1]} *_optim_states.pt where one of "
-            f"each per rank is needed; {_complete_tags(load_dir, but=tag)}"
+            f"each per rank is needed; {complete_tags(load_dir, but=tag)}"
         )
     return model_files, optim_files
 
@@ -130,7 +130,8 @@ def _paths(save_dir: Path, tag: str) -> tuple[Path, Path, Path]:
     return final, final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.old")
 
 
-def _complete_tags(load_dir: Path, but: str | None = None) -> str:
+def complete_tags(load_dir: Path, but: str | None = None) -> str:
+    """What else to load, as an error says it."""
     tags = sorted({path.parent.name for path in load_dir.glob("[!.]*/" + MODEL_STATES.format(rank=0))} - {but})
     return f"load one of the tags {', '.join(tags)}" if tags else "start the training anew or pass another folder"
 

@@ -77,6 +77,7 @@ def optim_skeleton(state: TrainState, param_groups: list[dict], ds_config: dict)
         "ds_version": deepspeed.__version__,
         "lazytrain": {
             "format": FORMAT,
+            "crc32": True,
             "codec": {index: entries for index, entries in codec.items() if entries},
             "untouched": list(untouched.values()),
         },
@@ -164,8 +165,10 @@ class SavedParameters:
     its pieces in the order of `param_shapes`.
     """
 
-    def __init__(self, files: list[MappedFile], param_shapes: list[dict[str, torch.Size]]) -> None:
-        self._files = files
+    def __init__(
+        self, files: list[MappedFile], param_shapes: list[dict[str, torch.Size]], model_files: list[MappedFile]
+    ) -> None:
+        self._files = [*files, *model_files]
         self._ranks = [file.content["optimizer_state_dict"] for file in files]
         self._section = files[0].content.get("lazytrain")
         self.shapes = {name: torch.Size(shape) for group in param_shapes for name, shape in group.items()}
@@ -202,8 +205,15 @@ class SavedParameters:
             values |= self._section["codec"].get(first, {})
         return values
 
+    def verify(self, values: list[StateValue]) -> None:
+        """Raises DamagedFileError where what was read, of frozen weights too, is not what was saved."""
+        for value in values:
+            if torch.is_tensor(value):
+                for file in self._files:
+                    file.verify(value)
+
     def release(self, values: list[StateValue]) -> None:
-        """Gives back the memory that reading `values` took."""
+        """Gives back the memory that reading `values` took, those of frozen weights too."""
         for value in values:
             if torch.is_tensor(value):
                 for file in self._files:

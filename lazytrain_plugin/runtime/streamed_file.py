@@ -2,8 +2,8 @@
 
 `torch.save` wants every tensor alive at once; for a 7B model the fp32 masters and moments are 90 GB. Here
 `torch.serialization.skip_data` writes the archive with holes where the tensors go (fake tensors give the sizes), and
-each tensor is then written into its hole. The result is what `torch.save` writes, except that the zip's CRC of a
-streamed tensor is 0: torch never checks it, `unzip -t` complains.
+each tensor is then written into its hole. The result is what `torch.save` writes, the zip's CRCs included: torch never
+checks them, `MappedFile` does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import io
 import math
 import mmap
 import os
-import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lazytrain_plugin.errors import CheckpointError
+from lazytrain_plugin.runtime.zip_checksums import Crc32Pool, Record, records_of, write_crc32
 from lazytrain_plugin.units import MIB
 
 KeyPath = tuple[Any, ...]
@@ -31,7 +32,11 @@ KeyPath = tuple[Any, ...]
 
 _CHUNK_BYTES = 64 * MIB  # of a tensor copied to the CPU, or handed to one write call, at a time
 _RECORD_OVERHEAD_BYTES = 512  # zip headers, alignment and pickle of one tensor: about 350 bytes
-_LOCAL_HEADER = struct.Struct("<4s5H3L2H")  # zip specification 4.3.7
+_SMALL_BYTES = MIB  # records up to this are verified before any larger one is read
+
+
+class DamagedFileError(CheckpointError):
+    """Bytes of a file are not those that were written there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +78,13 @@ class StreamedSave:
             fakes = _map_specs(skeleton, lambda _, spec: torch.empty(spec.shape, dtype=spec.dtype))
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(fakes, self._path)
-        offsets = _record_offsets(self._path)
+        records = {record.name: record for record in records_of(self._path)}
         markers, real_records = self._find_records(skeleton)
-        self._offsets = {key_path: offsets[record] for key_path, record in markers.items()}
+        self._records = {key_path: records[name] for key_path, name in markers.items()}
+        self._pool = Crc32Pool()
         self._fd = os.open(self._path, os.O_RDWR)
-        for record, content in real_records.items():
-            self._write_bytes(memoryview(content), offsets[record])
+        for name, content in real_records.items():
+            write_crc32(self._fd, records[name], self._write_bytes(memoryview(content), records[name].offset, 0))
 
     def _note_spec(self, key_path: KeyPath, spec: TensorSpec) -> None:
         self._specs[key_path] = spec
@@ -124,19 +130,22 @@ class StreamedSave:
             raise ValueError(
                 f"{key_path}: announced {tuple(spec.shape)} {spec.dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
             )
-        flat = tensor.detach().reshape(-1)
+        flat, record, crc32 = tensor.detach().reshape(-1), self._records[key_path], 0
         step = max(1, _CHUNK_BYTES // spec.dtype.itemsize)
         for start in range(0, flat.numel(), step):
             chunk = flat[start : start + step].cpu().contiguous()
-            self._write_bytes(
-                memoryview(chunk.view(torch.uint8).numpy()), self._offsets[key_path] + start * spec.dtype.itemsize
-            )
+            offset = record.offset + start * spec.dtype.itemsize
+            crc32 = self._write_bytes(memoryview(chunk.view(torch.uint8).numpy()), offset, crc32)
+        write_crc32(self._fd, record, crc32)
         self._unwritten.discard(key_path)
 
-    def _write_bytes(self, view: memoryview, offset: int) -> None:
+    def _write_bytes(self, view: memoryview, offset: int, crc32: int) -> int:
+        """Writes while other threads look at the same bytes; returns the CRC of those before and these."""
+        looked_at = self._pool.begin(view)
         while len(view):  # one call may write less than asked: signals, 2 GiB limit, a disk that fills up
             written = os.pwrite(self._fd, view, offset)
             view, offset = view[written:], offset + written
+        return self._pool.finish(looked_at, crc32)
 
     def close(self) -> None:
         """Syncs the file to disk; raises ValueError when a leaf was never written."""
@@ -156,6 +165,7 @@ class StreamedSave:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+            self._pool.close()
 
     def __enter__(self) -> StreamedSave:
         return self
@@ -181,33 +191,72 @@ class MappedFile:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
         self.content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         self._ranges = _mapped_ranges(os.path.realpath(path))
+        self._records: dict[int, Record] = {}
+        self._pool: Crc32Pool | None = None
+
+    def verify_from_now(self) -> None:
+        """From here on `verify` compares with the CRCs in the file, which must be true ones (`StreamedSave` writes
+        such). Small records are verified at once.
+
+        Raises:
+            DamagedFileError: bytes of a small record are not those that were saved.
+        """
+        self._pool = Crc32Pool()
+        with open(self.path, "rb") as file:
+            for record in records_of(self.path):
+                self._records[record.offset] = record
+                if record.num_bytes <= _SMALL_BYTES:
+                    file.seek(record.offset)
+                    self._compare(record, memoryview(file.read(record.num_bytes)))
+
+    def verify(self, tensor: Tensor) -> None:
+        """Reads all of the record that a tensor of this file is of; a tensor that lies elsewhere is left alone.
+
+        Raises:
+            DamagedFileError: they are not the bytes that were saved.
+        """
+        storage = tensor.untyped_storage()
+        at = self._offset_of(storage.data_ptr(), storage.nbytes())
+        if at in self._records and self._records[at].num_bytes > _SMALL_BYTES:
+            content = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+            self._compare(self._records[at], memoryview(content).cast("B"))
+
+    def _compare(self, record: Record, content: memoryview) -> None:
+        if self._pool.crc32(content) != record.crc32:
+            raise DamagedFileError(f"{self.path}: {record.name} is not what was saved there (its checksum differs)")
+
+    def _offset_of(self, start: int, num_bytes: int) -> int | None:
+        """Where in the file memory of this process comes from; None: from elsewhere."""
+        for range_start, range_end, file_offset in self._ranges:
+            if range_start <= start and start + num_bytes <= range_end:
+                return start - range_start + file_offset
+        return None
 
     def release(self, tensor: Tensor) -> None:
         """Gives back the memory behind a tensor of this file; a later read fetches it from the file again.
 
         A tensor that lies elsewhere is left alone. Changes made to the mapping are lost.
         """
-        start = tensor.untyped_storage().data_ptr()
-        end = start + tensor.untyped_storage().nbytes()
-        for range_start, range_end in self._ranges:
-            if range_start <= start and end <= range_end:
-                # Whole pages only; one shared with a neighbour in the file is read again at worst.
-                start, end = start & -mmap.PAGESIZE, end & -mmap.PAGESIZE
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
-                return
+        start, num_bytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if self._offset_of(start, num_bytes) is not None:
+            # Whole pages only; one shared with a neighbour in the file is read again at worst.
+            start, end = start & -mmap.PAGESIZE, (start + num_bytes) & -mmap.PAGESIZE
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
-def _mapped_ranges(path: str) -> list[tuple[int, int]]:
-    """Address ranges of this process that map `path`; none where /proc does not tell (then nothing is released)."""
+def _mapped_ranges(path: str) -> list[tuple[int, int, int]]:
+    """(start, end, offset in the file) of address ranges of this process that map `path`; none where /proc does not
+    tell (then nothing is released, nor verified)."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return []
     fields = [line.split(maxsplit=5) for line in lines]
-    spans = [row[0].split("-") for row in fields if len(row) == 6 and row[5] == path]
-    return [(int(start, 16), int(end, 16)) for start, end in spans]
+    spans = [(row[0].split("-"), row[2]) for row in fields if len(row) == 6 and row[5] == path]
+    return [(int(start, 16), int(end, 16), int(offset, 16)) for (start, end), offset in spans]
 
 
 def _map_specs(node: Any, replace: Callable[[KeyPath, TensorSpec], Any], key_path: KeyPath = ()) -> Any:
@@ -236,14 +285,3 @@ def _marker(token: bytes, number: int) -> Tensor:
 def _record_name(filename: str) -> str:
     """'archive/data/3' -> 'data/3'; the archive's root folder is its file name."""
     return filename.partition("/")[2]
-
-
-def _record_offsets(path: Path) -> dict[str, int]:
-    """Where the bytes of each record start in the file."""
-    offsets = {}
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-        for info in archive.infolist():
-            file.seek(info.header_offset)
-            *_, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-            offsets[_record_name(info.filename)] = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-    return offsets

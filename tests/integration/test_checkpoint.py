@@ -17,6 +17,7 @@ from torch import nn
 
 from lazytrain_plugin.errors import CheckpointError
 from lazytrain_plugin.integration import checkpoint_folder
+from lazytrain_plugin.integration import checkpoint_layout as layout
 from lazytrain_plugin.integration.checkpoint import (
     COUNTERS,
     consolidated_state_dict,
@@ -24,7 +25,9 @@ from lazytrain_plugin.integration.checkpoint import (
     save_checkpoint,
 )
 from lazytrain_plugin.integration.checkpoint_mixin import CheckpointMixin
+from lazytrain_plugin.runtime import streamed_file
 from lazytrain_plugin.runtime.streamed_file import StreamedSave
+from lazytrain_plugin.runtime.zip_checksums import records_of
 from tests.integration.checkpoint_fakes import DictState, Toy, decode, encode
 from tests.runtime.nvme import conftest as disks
 
@@ -422,6 +425,48 @@ def test_damaged_checkpoints_are_refused(tmp_path, damage):
     assert ("damaged" if damage in ("truncate", "garbage") else "incomplete") in str(caught.value)
     assert "load one of the tags" not in str(caught.value)  # there is no other
     assert all(torch.equal(state.masters[name], master) for name, master in before.items())
+
+
+@pytest.mark.parametrize("small_bytes", [streamed_file._SMALL_BYTES, 0], ids=["small", "large"])
+@pytest.mark.parametrize("kind", ["optim", "model"])
+def test_other_bytes_than_were_saved_are_never_loaded(tmp_path, monkeypatch, kind, small_bytes):
+    """One byte of each record in turn, as a failing disk or another program leaves it: masters, moments, codes of 8-bit
+    states, frozen weights, buffers, scheduler."""
+    monkeypatch.setattr(streamed_file, "_SMALL_BYTES", small_bytes)
+    state = DictState(_freeze(Toy(dtype=torch.bfloat16), "embed", "inner.0"), bits=8).train()
+    _save(state, tmp_path, "older")
+    _save(state, tmp_path, "one")
+    (path,) = (tmp_path / "one").glob(f"*{kind}_states.pt")
+    tensors = [record for record in records_of(path) if record.num_bytes and record.name.startswith("data/")]
+    assert len(tensors) >= 5
+    whole = [record for record in records_of(path) if record.num_bytes]
+    for record in tensors if small_bytes == 0 else whole:
+        at = record.offset + record.num_bytes // 2
+        with open(path, "r+b") as file:
+            (good,) = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([good ^ 16]), at)
+            with pytest.raises(CheckpointError, match=f"{path.parent}.*load (one of the tags older|an earlier tag)"):
+                _load(DictState(_freeze(Toy(dtype=torch.bfloat16), "embed", "inner.0"), bits=8), tmp_path)
+            os.pwrite(file.fileno(), bytes([good]), at)
+    _load(state, tmp_path)
+
+
+def test_checkpoints_without_checksums_load(tmp_path, monkeypatch):
+    """Of versions before they were written: the archive has zeros there."""
+    skeleton = layout.optim_skeleton
+
+    def without_mark(*args):
+        made = skeleton(*args)
+        del made["lazytrain"]["crc32"]
+        return made
+
+    monkeypatch.setattr(layout, "optim_skeleton", without_mark)
+    monkeypatch.setattr(streamed_file, "write_crc32", lambda *_: None)
+    state = DictState(Toy()).train()
+    _save(state, tmp_path)
+    fresh = DictState(Toy())
+    _load(fresh, tmp_path)
+    _assert_same_run(fresh, state)
 
 
 def test_no_latest_and_a_stage2_checkpoint(tmp_path):

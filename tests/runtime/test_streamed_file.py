@@ -9,8 +9,14 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from lazytrain_plugin.runtime import streamed_file
-from lazytrain_plugin.runtime.streamed_file import MappedFile, StreamedSave, TensorSpec, streamed_bytes
+from lazytrain_plugin.runtime import streamed_file, zip_checksums
+from lazytrain_plugin.runtime.streamed_file import (
+    DamagedFileError,
+    MappedFile,
+    StreamedSave,
+    TensorSpec,
+    streamed_bytes,
+)
 
 LOADERS = [{"mmap": mmap, "weights_only": weights_only} for mmap in (False, True) for weights_only in (False, True)]
 
@@ -91,15 +97,49 @@ def test_real_tensors_that_share_memory_stay_shared(tmp_path):
     assert loaded["zeros"].shape == (1000,) and (tmp_path / "x.pt").stat().st_size < 4000
 
 
-def test_every_record_is_a_stored_zip_entry_of_the_right_size(tmp_path):
-    """What other readers of the format rely on: sizes in the zip directory, no compression."""
+@pytest.mark.parametrize("piece_bytes", [zip_checksums._PIECE_BYTES, 40_000])
+def test_every_record_is_a_stored_zip_entry_of_the_right_size(tmp_path, monkeypatch, piece_bytes):
+    """What other readers of the format rely on: sizes and checksums in the zip directory, no compression."""
+    monkeypatch.setattr(zip_checksums, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(streamed_file, "_CHUNK_BYTES", 3 * piece_bytes)
     tree = _expected()
     _write_all(tmp_path / "x.pt", tree)
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:
         sizes = sorted(info.file_size for info in archive.infolist() if "/data/" in info.filename)
         assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
+        assert archive.testzip() is None
+    content = (tmp_path / "x.pt").read_bytes()
+    for record in zip_checksums.records_of(tmp_path / "x.pt"):  # a reader may take either
+        assert {content[at : at + 4] for at in record.crc32_offsets} == {record.crc32.to_bytes(4, "little")}
     tensors = [*tree["flat"], tree["nested"]["codes"], tree["nested"]["half"], tree["nested"]["pair"][0], tree["real"]]
     assert sizes == sorted(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+@pytest.mark.parametrize("small_bytes", [streamed_file._SMALL_BYTES, 0], ids=["small", "large"])
+def test_other_bytes_than_were_saved_are_found(tmp_path, monkeypatch, small_bytes):
+    monkeypatch.setattr(streamed_file, "_SMALL_BYTES", small_bytes)
+    path = tmp_path / "x.pt"
+    with StreamedSave(path, [TensorSpec(torch.Size([1000]), torch.float32)] * 2) as file:
+        for index in range(2):
+            file.write((index,), torch.full((1000,), 1.0 + index))
+    file = MappedFile(path)
+    file.verify_from_now()
+    for tensor in (*file.content, torch.zeros(3), file.content[0][5:7]):
+        file.verify(tensor)
+    record = next(record for record in zip_checksums.records_of(path) if record.name == "data/1")
+    with open(path, "r+b") as raw:
+        raw.seek(record.offset + 123)
+        raw.write(b"x")
+    damaged = MappedFile(path)
+    says = f"{path}: data/1 is not what was saved there"
+    if small_bytes:
+        with pytest.raises(DamagedFileError, match=says):
+            damaged.verify_from_now()
+    else:
+        damaged.verify_from_now()
+        damaged.verify(damaged.content[0])
+        with pytest.raises(DamagedFileError, match=says):
+            damaged.verify(damaged.content[1][3:5])
 
 
 def test_estimate_covers_the_file(tmp_path):
