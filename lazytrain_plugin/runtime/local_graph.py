@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lazytrain_plugin.errors import UnsupportedModelError
 
@@ -20,35 +20,63 @@ if TYPE_CHECKING:
 
 
 class LocalGraph:
-    """A unit's own autograd graph, from detached inputs to outputs."""
+    """A unit's own autograd graph, from detached inputs to outputs.
 
-    def __init__(self, leaves: tuple[torch.Tensor, ...], outputs: list[torch.Tensor], unit: Unit) -> None:
+    Args:
+        lasts: longer than the unit's lease, see [Note: gradient edges]. One that is differentiated within the lease is
+            known by its tensors, which autograd finds the edges of in no time.
+    """
+
+    def __init__(
+        self, leaves: tuple[torch.Tensor, ...], outputs: list[torch.Tensor], unit: Unit, *, lasts: bool
+    ) -> None:
         self.leaves = leaves
-        self._outputs = outputs
-        self.output_edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        self.outputs = outputs
         self.differentiable_leaves = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-        self.leaf_edges = [get_gradient_edge(leaves[i]) for i in self.differentiable_leaves]
-        # See [Note: gradient edges].
         self.targets = [target for target in unit.gradient_targets() if target.parameter.requires_grad]
-        self.target_edges = [get_gradient_edge(target.parameter) for target in self.targets]
+        wanted = [leaves[i] for i in self.differentiable_leaves] + [target.parameter for target in self.targets]
+        self._wanted = edges_of_leaves(wanted) if lasts else wanted
+        self._roots: list = outputs
+        if lasts:
+            self._roots = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
 
     def take_outputs(self) -> list[torch.Tensor]:
         """Once: the graph holds them no longer."""
-        outputs, self._outputs = self._outputs, []
+        outputs, self.outputs = self.outputs, []
         return outputs
 
     def gradients(self, output_gradients, *, retain: bool) -> list[torch.Tensor | None]:
         """Gradients of the differentiable leaves, then of the targets; None where nothing flowed."""
         pairs = [
-            (edge, gradient)
-            for edge, gradient in zip(self.output_edges, output_gradients, strict=True)
-            if gradient is not None and edge is not None
+            (root, gradient)
+            for root, gradient in zip(self._roots, output_gradients, strict=True)
+            if gradient is not None and root is not None and getattr(root, "requires_grad", True)
         ]
-        wanted = self.leaf_edges + self.target_edges
-        if not pairs or not wanted:
-            return [None] * len(wanted)
-        edges, gradients = zip(*pairs, strict=True)
-        return list(torch.autograd.grad(edges, wanted, gradients, allow_unused=True, retain_graph=retain))
+        if not pairs or not self._wanted:
+            return [None] * len(self._wanted)
+        roots, gradients = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(roots, self._wanted, gradients, allow_unused=True, retain_graph=retain))
+
+
+class _Joined(torch.autograd.Function):
+    """A node whose inputs are all leaves at once: torch's own way to a leaf's edge is an operator for each."""
+
+    @staticmethod
+    def forward(ctx, *leaves: torch.Tensor):
+        return leaves[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError
+
+
+def edges_of_leaves(leaves: list[torch.Tensor]) -> list[GradientEdge]:
+    """As `get_gradient_edge` of each."""
+    if not leaves:
+        return []
+    with torch.enable_grad():
+        joined = _Joined.apply(*leaves)
+    return [GradientEdge(node, place) for node, place in joined.grad_fn.next_functions]
 
 
 def detached_leaves(tensors) -> tuple[torch.Tensor, ...]:

@@ -31,7 +31,6 @@ from lazytrain_plugin.runtime.quantized_saves import (
     FORMATS,
     UNSEEN,
     Codes,
-    Deferred,
     Encoder,
     KeptSaves,
     is_compiled,
@@ -39,7 +38,9 @@ from lazytrain_plugin.runtime.quantized_saves import (
     log_once,
     say_compiled,
 )
-from lazytrain_plugin.runtime.selective import Recorder, Recording, Replay
+from lazytrain_plugin.runtime.saved_hooks import address_of, drop, refuse_dropped, unpack_with
+from lazytrain_plugin.runtime.selective import NOTHING, Recorder, Recording, Replay
+from lazytrain_plugin.runtime.tail import WrongWayError
 from lazytrain_plugin.runtime.tree import flatten_tensors
 from lazytrain_plugin.vocab import Activations, Tier
 
@@ -67,6 +68,7 @@ class UnitCall:
             # What runs inside is hidden, attention included: see runtime/quantized_saves.py.
             say_compiled(unit.name, executor.activations.said)
             self.saved_bits, self.boundary_bits, self.is_coded = 16, 16, False
+        self.saves_nothing = plan.activations == Activations.RECOMPUTE and not self.is_coded
         self.parcel: Parcel | None = None
         self.encoder: Encoder | None = None
         self.late: dict[int, int] = {}
@@ -110,15 +112,15 @@ class UnitCall:
     def forward_keeping(self, inputs) -> list[torch.Tensor]:
         store = self.executor.activations
         own = store.own_inputs(inputs)
-        leaving = {_address(inputs[i]) for i in own} if self.offloads_inputs else set()
-        staying = {_address(tensor) for tensor in inputs if store.can_leave(tensor)} - leaving
+        leaving = {address_of(inputs[i]) for i in own} if self.offloads_inputs else set()
+        staying = {address_of(tensor) for tensor in inputs if store.can_leave(tensor)} - leaving
         if self.offloads_saved or leaving:
             self.parcel = Parcel(store)
         pack = self.pack_away(leaving, staying)
         if self.is_coded:
             self.encoder = Encoder(store, largest_numel(inputs))
             recorder, kept = Recorder(self.activations, self.executor.device), KeptSaves(self.encoder)
-            coded = self.pack_coded(kept, {_address(inputs[i]) for i in own}, staying)
+            coded = self.pack_coded(kept, {address_of(inputs[i]) for i in own}, staying)
             with recorder:
                 self.graph = self.build_graph(inputs, coded)
         else:
@@ -150,7 +152,7 @@ class UnitCall:
 
         def pack(tensor: torch.Tensor):
             if can_leave(tensor):
-                address = _address(tensor)
+                address = address_of(tensor)
                 if address in leaving:
                     return parcel.pack(tensor, boundary)
                 if offloads_saved and address not in staying:
@@ -167,7 +169,7 @@ class UnitCall:
         staying = (staying | self.held_anyway()) - own
 
         def pack(tensor: torch.Tensor):
-            address = _address(tensor)
+            address = address_of(tensor)
             if address in own:
                 return kept.defer(tensor, boundary_bits, send_input)
             return unit.pack(tensor) if address in staying else kept.defer(tensor, saved_bits, send_saved)
@@ -181,17 +183,22 @@ class UnitCall:
     def held_anyway(self) -> set[int]:
         """Addresses of weights and buffers."""
         weights = (*self.unit.layout.tensors, *(t for part in self.executor.stem for t in part.layout.tensors))
-        addresses = {_address(tensor.parameter) for tensor in weights}
-        return addresses | {_address(buffer) for buffer in self.unit.module.buffers()}
+        addresses = {address_of(tensor.parameter) for tensor in weights}
+        return addresses | {address_of(buffer) for buffer in self.unit.module.buffers()}
 
     def forward_dropping(self, inputs) -> list[torch.Tensor]:
+        if self.saves_nothing:
+            self.recording = NOTHING
+            with torch.enable_grad(), saved_tensors_hooks(drop, refuse_dropped):
+                args, kwargs = self.rebuild_inputs(detached_leaves(inputs))
+                return self.call_unit(args, kwargs)
         recorder = Recorder(self.activations, self.executor.device)
         store = self.executor.activations
         if self.saved_bits < 16:
             self.encoder = self.encoder or Encoder(store, largest_numel(inputs))
         # With grad, but saving nothing: without grad torch may pick other kernels (fused attention with a
         # learned bias), and the recompute would not repeat the same bits.
-        with torch.enable_grad(), saved_tensors_hooks(recorder.drop, _refuse_dropped):
+        with torch.enable_grad(), saved_tensors_hooks(recorder.drop, refuse_dropped):
             leaves = detached_leaves(inputs)
             args, kwargs = self.rebuild_inputs(leaves)
             with recorder, self.encoding_on_the_way(inputs):
@@ -269,7 +276,7 @@ class UnitCall:
     def bring_back_inputs(self, stayed) -> list[torch.Tensor]:
         """All inputs; what was dropped must have been found again."""
         stayed = iter(stayed)
-        restore = _unpack_with(self.unit, self.parcel)
+        restore = unpack_with(self.unit, self.parcel)
         inputs = []
         for i, handle in enumerate(self.sent):
             if isinstance(handle, DroppedInputs):
@@ -284,20 +291,18 @@ class UnitCall:
         outputs, self.rebuild_outputs = flatten_tensors((result, captured))
         return outputs
 
-    def build_graph(self, inputs, pack: Callable) -> LocalGraph:
-        """Runs the unit with grad on leaves of its own. The unit must be leased."""
+    def build_graph(self, inputs, pack: Callable, *, run=None) -> LocalGraph:
+        """Runs the unit, within `run`, with grad on leaves of its own. The unit must be leased."""
         leaves = detached_leaves(inputs)
         # Without a hook autograd itself sees to it that nothing saved is changed in place.
         plain = pack == self.unit.pack and self.unit.slot is None
-        hooks = contextlib.nullcontext() if plain else saved_tensors_hooks(pack, _unpack_with(self.unit, self.parcel))
-        with torch.enable_grad(), hooks:
+        hooks = contextlib.nullcontext() if plain else saved_tensors_hooks(pack, unpack_with(self.unit, self.parcel))
+        with torch.enable_grad(), hooks, run or contextlib.nullcontext():
             args, kwargs = self.rebuild_inputs(leaves)
             outputs = self.call_unit(args, kwargs)
-        graph = LocalGraph(leaves, outputs, self.unit)
         if not self.unit.audited:
             audit(self.executor, self.unit, leaves, outputs)
-            graph = LocalGraph(leaves, outputs, self.unit)
-        return graph
+        return LocalGraph(leaves, outputs, self.unit, lasts=self.keep)
 
     def backward(self, stayed, num_inputs: int, output_gradients) -> list[torch.Tensor | None]:
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -335,6 +340,8 @@ class UnitCall:
         return [by_leaf.get(position) for position in range(num_inputs)]
 
     def recompute(self, inputs, retain: bool) -> LocalGraph:
+        if self.saves_nothing:
+            return self.recompute_all(inputs)
         saves, parcel = FusedSaves(), self.parcel
 
         def restore(saved: Handle | Codes) -> torch.Tensor:
@@ -348,6 +355,16 @@ class UnitCall:
 
         with self.before.restored(), replay, saves.running():
             return self.build_graph(inputs, pack)
+
+    def recompute_all(self, inputs) -> LocalGraph:
+        run = self.unit.tail.run_again(self.unit.module)
+        graph = None
+        with contextlib.suppress(WrongWayError), self.before.restored():
+            graph = self.build_graph(inputs, run.packing(self.unit.pack), run=run)
+        if not run.ended_well(graph.outputs if graph is not None else []):
+            with self.before.restored():
+                graph = self.build_graph(inputs, self.unit.pack)
+        return graph
 
 
 class _UnitNode(torch.autograd.Function):
@@ -369,23 +386,3 @@ class _UnitNode(torch.autograd.Function):
     def backward(ctx, *output_gradients):
         call = ctx.call
         return (None, None, *call.backward(ctx.saved_tensors, ctx.num_inputs, output_gradients))
-
-
-def _unpack_with(unit: Unit, parcel: Parcel | None) -> Callable:
-    def unpack(packed) -> torch.Tensor:
-        if isinstance(packed, Deferred):
-            packed = packed.packed
-        if isinstance(packed, Codes):
-            return packed.decode(parcel)
-        return parcel.unpack(packed) if isinstance(packed, Handle) else unit.unpack(packed)
-
-    return unpack
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Of memory that lives as long as it is compared."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def _refuse_dropped(packed: None) -> torch.Tensor:
-    raise RuntimeError("a layer ran backward inside its own forward, which a recomputed unit can't do; keep it")

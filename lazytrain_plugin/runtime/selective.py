@@ -5,10 +5,10 @@ autograd builds the same graph from a saved output as from a computed one, and w
 (the logsumexp of fused attention) is there too.
 
 [Note: the tail] A unit often ends in a matrix product (the MLP's second) whose value nobody needs in backward: it only
-becomes the output. Such products are replaced by zeros when the unit runs again, under every strategy. It is safe when,
-after the product, autograd saves nothing, no value reaches the host or an operator that we don't know, no module has a
-hook that would see the zeros, and product and all that follows are nodes of torch's own in the graph of the outputs,
-which save by autograd only.
+becomes the output. Such products are replaced by zeros when the unit runs again, under every strategy (of a unit that
+saves nothing by runtime/tail.py, without looking at every operator). It is safe when, after the product, autograd saves
+nothing, no value reaches the host or an operator that we don't know, no module has a hook that would see the zeros, and
+product and all that follows are nodes of torch's own in the graph of the outputs, which save by autograd only.
 
 [Note: the same way again] Calls are matched by their order, their operator, and by how often autograd had saved
 something before them. A layer that takes another way (it caches a table in its first run) is an error if something was
@@ -65,7 +65,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Traits:
+class Traits:
     """What a recorder must know of an operator."""
 
     kind: OperatorKind
@@ -76,14 +76,14 @@ class _Traits:
 
 
 @functools.cache
-def _traits(operator: object) -> _Traits:
+def traits_of(operator: object) -> Traits:
     """Cached, as some seventy operators of a layer are asked about in every forward."""
     kind = operator_kind(operator)
     if not isinstance(operator, torch._ops.OpOverload):
-        return _Traits(kind, value_is_needed=True, writes=False)
+        return Traits(kind, value_is_needed=True, writes=False)
     unknown = operator.namespace not in _KNOWN_NAMESPACES
     needed = unknown or not _VALUE_TAGS.isdisjoint(operator.tags)
-    return _Traits(kind, value_is_needed=needed, writes=operator._schema.is_mutable)
+    return Traits(kind, value_is_needed=needed, writes=operator._schema.is_mutable)
 
 
 class Recording:
@@ -102,7 +102,11 @@ class Recording:
                         call.versions[i] = None
 
 
-class _Mode(TorchDispatchMode):
+NOTHING = Recording([])
+"""Of a unit that saves nothing: all of it runs again."""
+
+
+class Mode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     @classmethod
@@ -110,7 +114,7 @@ class _Mode(TorchDispatchMode):
         return True  # what is compiled inside a unit runs as it is, and again as it is
 
 
-class Recorder(_Mode):
+class Recorder(Mode):
     """Active around a unit's first forward.
 
     Args:
@@ -143,7 +147,7 @@ class Recorder(_Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        traits = _traits(func)
+        traits = traits_of(func)
         if traits.kind == OperatorKind.OTHER:
             if traits.value_is_needed:
                 self._needed = len(self._calls)
@@ -191,7 +195,7 @@ class Recorder(_Mode):
     def finish(self, outputs: list[torch.Tensor], module: nn.Module | None) -> Recording:
         """Call it once, after the unit returned `outputs`."""
         tail = self._calls[self._needed :]
-        if tail and (_has_hooks(module) or not _is_known(tail, outputs)):
+        if tail and (has_hooks(module) or not _is_known(tail, outputs)):
             tail = []
         for call in self._calls[: len(self._calls) - len(tail)]:
             call.blank = None
@@ -202,10 +206,15 @@ class Recorder(_Mode):
 
 
 def _is_known(tail: list[_Call], outputs: list[torch.Tensor]) -> bool:
-    """Whether the graph of the outputs has the calls of the tail, and from there on nothing but torch's own nodes."""
+    """Whether the calls of the tail can be left out."""
     if any(call.blank is None for call in tail):
         return False
-    first = min(call.sequence for call in tail)
+    return ends_in_own_nodes({call.sequence for call in tail}, outputs)
+
+
+def ends_in_own_nodes(sequences: set[int], outputs: list[torch.Tensor]) -> bool:
+    """Whether the graph of the outputs has nodes of these numbers, and from there on nothing but torch's own nodes."""
+    first = min(sequences)
     stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen: dict[Node, int] = {}
     while stack:
@@ -219,10 +228,10 @@ def _is_known(tail: list[_Call], outputs: list[torch.Tensor]) -> bool:
         if isinstance(node, torch.autograd.function.BackwardCFunction) or not _OWN_NODE.fullmatch(node.name()):
             return False
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return {call.sequence for call in tail} <= set(seen.values())
+    return sequences <= set(seen.values())
 
 
-class Replay(_Mode):
+class Replay(Mode):
     """Active while the unit runs again.
 
     Args:
@@ -326,7 +335,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def _has_hooks(module: nn.Module | None) -> bool:
+def has_hooks(module: nn.Module | None) -> bool:
     if torch.nn.modules.module._has_any_global_hook():
         return True
     return module is not None and any(

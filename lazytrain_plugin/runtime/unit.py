@@ -14,6 +14,7 @@ from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.pending import mark_pending, settle
 from lazytrain_plugin.runtime.slots import WeightSlot
+from lazytrain_plugin.runtime.tail import UnitTail
 from lazytrain_plugin.runtime.worker import Ticket
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Unit:
         """The forward that the module came with; `original_forward` is that one compiled, after `compile`."""
         self.foreign: tuple[UnitTensor, ...] = ()
         """Trained stem tensors that this unit uses too; their gradients go to their own unit."""
+        self.tail = UnitTail()
+        """What can be left out when it runs again."""
         self.audited = False
         """Whether a local graph has been searched for leaves that nobody declared."""
         self.slot: WeightSlot | None = None
@@ -66,6 +69,7 @@ class Unit:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the module's own forward; arguments as of `torch.compile`. Leases and transfers stay outside."""
+        self.tail = UnitTail()
         eager = self.eager_forward
         if isinstance(eager, functools.partial):
             # The class's function: units of one class share what was compiled.

@@ -293,9 +293,10 @@ def ran_in_backward(activations: Activations, device: str) -> tuple[int, int]:
     """Fused attention forwards and matrix products in the backward of one layer."""
     model = layered(1).to(device)
     executor = make_executor(model, plan_saving(model, device, activations), device=device)
-    hidden = model.layers[0](model.embedding(batches(1, device)[0]))
-    with Counting() as counting:
-        hidden.sum().backward()
+    for _ in range(3):  # in the first two it is found out what need not run again
+        hidden = model.layers[0](model.embedding(batches(1, device)[0]))
+        with Counting() as counting:
+            hidden.sum().backward()
     executor.close()
     attention = sum(n for name, n in counting.calls.items() if "attention" in name and not name.endswith("backward"))
     return attention, sum(counting.calls[f"aten::{name}"] for name in ("mm", "addmm", "bmm"))
@@ -472,6 +473,52 @@ def test_a_last_product_that_is_needed_after_all_runs_again(device, ending):
     assert norms == expected
     assert_same_weights(model, reference)
     assert all(output.any() for output in seen)
+
+
+@devices
+@pytest.mark.parametrize("ending", ["function", "item", "hook", "saves", "longer", "own mode"])
+def test_a_layer_that_ends_otherwise_from_some_step_on(device, ending):
+    """Its last product was left out in the steps before, and is needed now; later it is not again."""
+    seen, hooks = [], []
+
+    class Changing(Layer):
+        steps = 0
+
+        def forward(self, x):
+            y = super().forward(x)
+            if not 4 <= self.steps < 6:
+                return y
+            if ending == "own mode":
+                with Counting():
+                    return super().forward(x)
+            if ending == "function":
+                return Square.apply(y)
+            if ending == "item":
+                return y * float(y.detach().abs().mean().item() > 0)
+            if ending == "saves":
+                return y * y
+            return y + x if ending == "longer" else y
+
+    def make():
+        torch.manual_seed(0)
+        return Model([Changing() for _ in range(2)])
+
+    def loss(model, ids):
+        for layer in model.layers:
+            layer.steps += 1
+        if ending == "hook" and layer.steps == 4:
+            watch = lambda module, args, output: seen.append(output.detach().clone())  # noqa: E731
+            hooks.append(layer.down.register_forward_hook(watch))
+        elif ending == "hook" and layer.steps == 6:
+            hooks.pop().remove()
+        return model.loss(ids)
+
+    steps = [[ids] for ids in batches(9, device)]
+    model, norms = trained(make, device, steps, lambda m: plan_for(m, device=device), loss=loss)
+    assert all(output.any() for output in seen)
+    reference, expected = trained(make, device, steps, lambda m: plan_saving(m, device, Activations.KEEP), loss=loss)
+    assert norms == expected
+    assert_same_weights(model, reference)
 
 
 @pytest.mark.gpu
