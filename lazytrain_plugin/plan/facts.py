@@ -57,6 +57,7 @@ class Facts:
     out_s: float
     passing_update_s: float
     chunk_update_s: float
+    kernel_wait_s: float
     rest_gpu: int
     rest_cpu: int
     weight_bytes: int
@@ -120,6 +121,7 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         out_s=problem.d2h_s(leaving_bytes) / cost.state_chunks,
         passing_update_s=cost.own_update_s,
         chunk_update_s=cost.own_update_s / cost.state_chunks,
+        kernel_wait_s=cost.kernel_wait_s,
         rest_gpu=rest["gpu"],
         rest_cpu=rest["cpu"],
         weight_bytes=cost.weight_bytes if streamed else 0,

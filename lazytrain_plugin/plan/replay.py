@@ -379,13 +379,18 @@ class _Replay:
     def _pass(self, place: int, fact: Facts, weights_s: float, computed_s: float) -> float:
         """As `_streamed_update`."""
         states, crossing = self.states, self.crossing
-        in_s, out_s, update_s = fact.in_s, fact.out_s, fact.chunk_update_s
+        in_s, out_s, update_s, wait_s = fact.in_s, fact.out_s, fact.chunk_update_s, fact.kernel_wait_s
         here_s = max(self.h2d_s, states[0], self.gradient_s[place], self.weight_s[place])
         back_s = self.states_back_s
         for _ in range(fact.chunks):
             free_s = states[0]
             here_s = (here_s if here_s > free_s else free_s) + in_s
-            updated_s = (here_s if here_s > weights_s else weights_s) + update_s
+            begun_s = here_s if here_s > weights_s else weights_s
+            if begun_s < computed_s:
+                begun_s += wait_s
+                if begun_s > computed_s:
+                    begun_s = computed_s
+            updated_s = begun_s + update_s
             back_s = (back_s if back_s > updated_s else updated_s) + out_s
             while crossing and crossing[0][0] < back_s:
                 back_s += crossing.popleft()[1]

@@ -12,7 +12,9 @@ from lazytrain_plugin.vocab import LEAST_ACTIVATION_BITS, Activations, Fidelity
 
 WEIGHT_SLOTS = 3
 GRADIENT_SLOTS = 2
-STATE_SLOTS = 2
+STATE_SLOTS = 4
+"""One comes, one leaves, and two wait for the kernel that runs (`unit_cost.KERNEL_WAIT_FRAC`): with two, the link stood
+still as long as their updates did."""
 ACTIVATION_SLOTS = 2
 NVME_SLOTS = 3
 

@@ -237,7 +237,8 @@ class _Step:
             weights_s: when the weights are on the GPU.
             computed_s: when the computation before ends.
         """
-        updated_s, back_s = self._pass_states(cost, cost.weight_bytes if is_streamed(unit) else 0, weights_s)
+        returned_bytes = cost.weight_bytes if is_streamed(unit) else 0
+        updated_s, back_s = self._pass_states(cost, returned_bytes, weights_s, computed_s)
         self.back_s[cost.name] = back_s
         self.weight_s[cost.name] = back_s if is_streamed(unit) else updated_s
         computing_s = max(computed_s, updated_s - cost.own_update_s)
@@ -249,11 +250,16 @@ class _Step:
         last = self.place[upto.name] + len(self.states)
         while self.divided and self.place[self.divided[0].name] <= last:
             cost = self.divided.popleft()
-            _, self.weight_s[cost.name] = self._pass_states(cost, cost.returned_weight_bytes, 0.0)
+            _, self.weight_s[cost.name] = self._pass_states(cost, cost.returned_weight_bytes, 0.0, 0.0)
             self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.own_update_s, 0.0)
 
-    def _pass_states(self, cost: UnitCost, returned_bytes: int, weights_s: float) -> tuple[float, float]:
-        """States come in, are updated, and leave with so many bytes of weights; returns when they are new, and home."""
+    def _pass_states(
+        self, cost: UnitCost, returned_bytes: int, weights_s: float, computed_s: float
+    ) -> tuple[float, float]:
+        """States come in, are updated, and leave with so many bytes of weights; returns when they are new, and home.
+
+        Until `computed_s` the GPU computes: an update that begins before waits for the kernel that runs.
+        """
         problem, clock, count = self.problem, self.clock, cost.state_chunks
         leaving_bytes = cost.streamed_out_bytes + returned_bytes
         in_s = clock.noisy(problem.h2d_s(cost.streamed_in_bytes)) / count
@@ -263,7 +269,10 @@ class _Step:
         first_s, back_s = None, self.states_back_s
         for _ in range(count):
             here_s = max(here_s, self.states[0]) + in_s
-            updated_s = max(here_s, weights_s) + cost.own_update_s / count
+            begun_s = max(here_s, weights_s)
+            if begun_s < computed_s:
+                begun_s = min(begun_s + cost.kernel_wait_s, computed_s)
+            updated_s = begun_s + cost.own_update_s / count
             first_s = max(back_s, updated_s) if first_s is None else first_s
             back_s = max(back_s, updated_s) + out_s
             while self.crossing and self.crossing[0][0] < back_s:

@@ -60,6 +60,7 @@ FAMILIES = (
 """Of choices that a search may do without, as `Capabilities` names them."""
 WEIGHT_SLOT_CHOICES = (2, 3, 4, 6)
 GRADIENT_SLOT_CHOICES = (2, 3, 4)
+FEWEST_STATE_SLOTS = 2
 RING_GAIN_FRAC = 0.005
 """A number of slots other than the usual must make the step faster by this much."""
 
@@ -99,7 +100,12 @@ def solve_problem(
     outcome, found = _search(problem, Deadline(time_limit_s), gap_frac)
     if found.best is None:
         # Fewer slots are the last memory to be had.
-        tight = replace(problem, weight_slots=WEIGHT_SLOT_CHOICES[0], gradient_slots=GRADIENT_SLOT_CHOICES[0])
+        tight = replace(
+            problem,
+            weight_slots=WEIGHT_SLOT_CHOICES[0],
+            gradient_slots=GRADIENT_SLOT_CHOICES[0],
+            state_slots=min(problem.state_slots, FEWEST_STATE_SLOTS),
+        )
         outcome, found = _search(tight, Deadline(time_limit_s), gap_frac)
     if found.best is None:
         dropping = _drop_inputs(resort, gap_frac)

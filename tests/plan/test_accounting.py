@@ -12,7 +12,7 @@ from lazytrain_plugin.plan.problem import (
     SAVED_FRAGMENTATION_FRAC,
     build_problem,
 )
-from lazytrain_plugin.plan.request import Capabilities, PlanRequest
+from lazytrain_plugin.plan.request import STATE_SLOTS, Capabilities, PlanRequest
 from lazytrain_plugin.units import MIB
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 from tests.plan import builders
@@ -145,13 +145,13 @@ def test_streamed_states_rest_on_the_host_and_pass_through_slots():
     streams = {"updater": Updater.GPU}
     by_unit = lean.with_units(**streams)
     assert account(problem, by_unit).cpu["units: weights and states"] == 3 * LAYER * 14
-    assert account(problem, by_unit).gpu["state slots"] == 2 * LAYER * (2 + 8 + 4)
+    assert account(problem, by_unit).gpu["state slots"] == STATE_SLOTS * LAYER * (2 + 8 + 4)
     # Weights on the GPU need no mirror on the host: the update writes them where they are.
     resident = lean.with_units(weights=Tier.GPU, **streams)
     assert account(problem, resident).cpu["units: weights and states"] == 3 * LAYER * 12
     # A stem tensor passes in chunks.
     stem = replace(lean, stem=tuple(replace(unit, **streams) for unit in lean.stem))
-    assert account(problem, stem).gpu["state slots"] == 2 * min(256 * MIB, STEM * 14)
+    assert account(problem, stem).gpu["state slots"] == STATE_SLOTS * min(256 * MIB, STEM * 14)
     assert account(problem, stem).cpu["stem: weights and states"] == 2 * STEM * 12
 
 

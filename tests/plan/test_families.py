@@ -214,7 +214,7 @@ def with_and_without(problem):
 
 
 def test_a_slow_worker_has_the_gpu_update_what_rests_on_the_host():
-    plan, without_s = with_and_without(ten_units("streamed states", 3, 1))
+    plan, without_s = with_and_without(ten_units("streamed states", 3, 1, state_slots=2))
     assert any(unit.streams_states for unit in plan.units)
     assert plan.predicted_step_s < without_s * 0.96
 

@@ -143,7 +143,7 @@ def test_the_program_plans_divided_updates():
     model = builders.model(6)
     # A slow worker, so that states had best pass the GPU.
     machine = builders.hardware(cpu_update_32bit_shared_parameters_per_s=1e7)
-    request = PlanRequest(max_tokens=TOKENS, capabilities=STREAMING, local_ranks=2)
+    request = PlanRequest(max_tokens=TOKENS, capabilities=STREAMING, local_ranks=2, state_slots=2)
     problem = build_problem(model, machine, request)
     need = account(problem, leanest_plan(problem)).need_bytes()
     room = {"gpu_budget_bytes": need["gpu"] + 20 * MIB, "cpu_budget_bytes": need["cpu"] + 400 * MIB}

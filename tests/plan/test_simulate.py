@@ -153,6 +153,20 @@ def test_resident_weight_with_cpu_updater_pays_one_copy():
     assert step_s(problem, lean.with_units(weights=Tier.GPU)) == pytest.approx(3 + 1 + 2 + 6)
 
 
+def test_with_two_state_slots_the_link_waits_for_updates_that_wait_for_kernels():
+    # States of a unit come in 2 s and leave in 2 s, in eight chunks, beside a forward of 2 s. An update that finds the
+    # GPU busy waits 0.2 s: two slots then bring two chunks in 0.25 + 0.2 + 0.25 s, which four do not see.
+    base = timed(5)
+    bytes_per_s = base.units[0].rest_state_bytes / 2
+    units = tuple(replace(unit, gradient_bytes=0, state_chunks=8) for unit in base.units)
+    problem = replace(base, units=units, h2d_bytes_per_s=bytes_per_s, d2h_bytes_per_s=bytes_per_s)
+    plan = leanest_plan(problem).with_units(**HOMES["mirror_update"])
+    two_s, four_s = (simulate(problem, replace(plan, state_slots=slots)).step_s for slots in (2, 4))
+    assert four_s == pytest.approx(2.0 + 5 * 2.0 + 5 * 6.0, abs=0.5)
+    # The last updates of a unit find the GPU idle.
+    assert 4 * 0.5 < two_s - four_s <= 4 * 0.8
+
+
 def test_accumulation_updates_once():
     problem = timed(update=5.0, accumulation=4, accumulate=0.5)
     # The last micro-batch's last gradient is added on the host (0.5 s) before the first update.
