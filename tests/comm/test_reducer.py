@@ -2,11 +2,13 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lazytrain_plugin.comm import threshold
 from lazytrain_plugin.comm.parts import blocks_of_part
 from lazytrain_plugin.comm.reducer import QuantizedReducer
 from lazytrain_plugin.comm.topology import Topology
@@ -294,12 +296,14 @@ def test_streams_wait_for_each_other():
 
 
 def measured(rank, device):
-    times = {False: 1e-3, True: 1e-3}
+    clock = SimpleNamespace(now_s=0.0)
+    clock.perf_counter = lambda: clock.now_s
+    threshold.time = clock
 
     def timed_run(self, numel, quantized):
         # one rank's times alone would choose another threshold
         per_element = 1e-8 if quantized else (3e-8 if rank == 0 else 1e-8)
-        time.sleep(times[quantized] + numel * per_element + (4e-4 if quantized else 0))
+        clock.now_s += 1e-3 + numel * per_element + (4e-4 if quantized else 0)
 
     QuantizedReducer._timed_run = timed_run
     reducer = QuantizedReducer(topology=Topology.consecutive(2, 1))
@@ -312,8 +316,8 @@ def measured(rank, device):
 def test_the_threshold_is_measured_and_the_same_on_all_ranks(device):
     results = succeed(measured, 2, device=device.type)
     assert results[0] == results[1]
-    threshold, fallbacks, quantized = results[0]
-    assert 2**12 < threshold <= 2**20 and fallbacks == {"small bucket": 1} and quantized == 1
+    smallest, fallbacks, quantized = results[0]
+    assert smallest == pytest.approx(4e-4 / 2e-8, rel=1e-3) and fallbacks == {"small bucket": 1} and quantized == 1
 
 
 def on_one_node(rank, device):

@@ -185,7 +185,7 @@ def test_what_ran_last_is_not_read_from_the_disk(disk):
 
 def test_reads_start_before_they_are_needed(disk, monkeypatch):
     """A unit's read is on its way while the unit after it runs backward."""
-    started, order = [], []
+    started, reads_by_unit = [], {}
     read = Region.read
 
     def noted(self, *args, **kwargs):
@@ -196,14 +196,20 @@ def test_reads_start_before_they_are_needed(disk, monkeypatch):
     model = Model(num_layers=8)
     executor, _ = executor_on(disk, model, nvme_slots=3, boundary=Tier.NVME)
     loss = model.loss(batches(1, "cpu")[0])
-    for i, layer in enumerate(model.layers):
-        layer.up.weight.register_hook(lambda grad, i=i: order.append((i, len(set(started)), time.sleep(0.02))) and None)
-    loss.backward()
     # Units 7, 6, 5 are in memory; when unit i runs backward, those before it are read as far as buffers are free.
-    reads_by_unit = {i: reads for i, reads, _ in order}
-    for i in range(7, 0, -1):
-        assert reads_by_unit[i] >= min(8 - i, 5) - 1, reads_by_unit
-    assert reads_by_unit[4] >= 2 and reads_by_unit[0] == 5
+    expected = {i: min(8 - i, 5) - 1 for i in range(8)} | {4: max(2, 8 - 4 - 1), 0: 5}
+
+    def note(i):
+        until_s = time.monotonic() + 20  # the reads are another thread's: it may need a while, but not this unit's end
+        while len(set(started)) < expected[i] and time.monotonic() < until_s:
+            time.sleep(0.001)
+        reads_by_unit[i] = len(set(started))
+
+    for i, layer in enumerate(model.layers):
+        layer.up.weight.register_hook(lambda grad, i=i: note(i))
+    loss.backward()
+    assert all(reads_by_unit[i] >= expected[i] for i in range(8)), reads_by_unit
+    assert reads_by_unit[0] == 5
     executor.step(0.0)
     executor.close()
 

@@ -80,22 +80,22 @@ def test_reads_run_ahead_of_use_and_nothing_is_read_twice(rig):
     assert one.read_bytes() - before <= 12 * one.states[0].region.padded_bytes
 
 
-def test_use_does_not_wait_for_a_read_that_went_ahead(rig):
+def test_use_takes_what_was_read_ahead(rig):
     one = rig(count=3, slots=2, delay_s=0.05)
     for states in one.states:
         with states.in_memory(changes=True):
             states.tensors["a"].fill_(1)
     one.staging.drain()
     one.staging.read_ahead(one.states[:2])
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while not all(one.staging.holds(states) for states in one.states[:2]):
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
-    start_s = time.monotonic()
+    before = one.read_bytes()
     for states in one.states[:2]:
         with states.in_memory(changes=False):
             assert (states.tensors["a"] == 1).all()
-    assert time.monotonic() - start_s < 0.04
+    assert one.read_bytes() == before
 
 
 def test_nested_use_shares_one_buffer(rig):
