@@ -11,7 +11,7 @@ An evaluation and the writing of a checkpoint are no part of a step; they must f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lazytrain_plugin.plan.edges import edges
@@ -141,15 +141,33 @@ def workspace_bytes(cost: UnitCost, unit: UnitPlan) -> int:
     return cost.workspace_bytes + (cost.boundary_bytes if unit.boundary_bits < 16 else 0)
 
 
-def nvme_staged_bytes(cost: UnitCost, unit: UnitPlan) -> int:
-    """What an update (or a forward) of a unit brings from NVMe to host memory; several ranks each a part of it."""
-    return unit_bytes(cost, unit)["nvme"]
+Staging = tuple[str, int, int]
+"""What passes through a rank's host memory on its way to NVMe or back: kind, bytes of a buffer for it, the most buffers
+that a unit fills at a time."""
 
 
-def nvme_slot_bytes(cost: UnitCost, unit: UnitPlan) -> int:
-    """A rank's host memory for that: whole weights, and its part of the rest."""
-    weights = cost.weight_bytes if unit.weights == Tier.NVME else 0
-    return weights + (nvme_staged_bytes(cost, unit) - weights) // cost.ranks
+def nvme_staging(cost: UnitCost, unit: UnitPlan) -> Iterator[Staging]:
+    """Buffers of each kind serve all units. Whole weights pass, and a rank's part of the rest, states in pieces."""
+    if unit.weights == Tier.NVME:
+        yield "weights", cost.weight_bytes, 1
+    if not cost.num_trainable:
+        return
+    if unit.states == Tier.NVME:
+        yield "states", cost.nvme_piece_bytes, cost.nvme_pieces
+    if unit.gradients == Tier.NVME:
+        yield "gradients", -(-cost.gradient_rest_bytes // cost.ranks), 1
+        if cost.accumulator_bytes:
+            yield "sums", -(-cost.accumulator_bytes // cost.ranks), 1
+
+
+def staged_bytes(staging: Iterable[Staging], slots: int) -> int:
+    """A rank's buffers: of each kind as many as there are slots, if that many are filled, as large as the largest."""
+    largest: dict[str, int] = {}
+    filled: dict[str, int] = {}
+    for kind, num_bytes, count in staging:
+        largest[kind] = max(largest.get(kind, 0), num_bytes)
+        filled[kind] = filled.get(kind, 0) + count
+    return sum(min(slots, filled[kind]) * num_bytes for kind, num_bytes in largest.items())
 
 
 def nvme_gradient_bytes(cost: UnitCost, unit: UnitPlan) -> int:
@@ -224,11 +242,10 @@ def account(problem: PlacementProblem, plan: PlacementPlan) -> Ledger:
     ranks = problem.local_ranks
     for tier, name in (("cpu", "offloaded activations"), ("nvme", "activations")):
         lines[tier][name] = ranks * _offloaded_to(pairs, Tier(tier))
-    staged = [nvme_slot_bytes(cost, unit) for cost, unit in (*pairs, *zip(problem.stem, plan.stem))]
+    staging = [kind for pair in (*pairs, *zip(problem.stem, plan.stem)) for kind in nvme_staging(*pair)]
     passing = [_offloaded_to([pair], Tier.NVME) for pair in pairs] if lines["nvme"]["activations"] else []
-    cpu["NVMe slots"] = ranks * sum(
-        min(plan.nvme_slots, sum(size > 0 for size in sizes)) * max(sizes, default=0) for sizes in (staged, passing)
-    )
+    staging += [("activations", num_bytes, 1) for num_bytes in passing if num_bytes]
+    cpu["NVMe slots"] = ranks * staged_bytes(staging, plan.nvme_slots)
     cpu["reserve"] = problem.cpu_reserve_bytes
     saving = sum(cpu.values()) + problem.save_bytes - cpu["offloaded activations"]
     outside = {"checkpoint": {"cpu": saving}}

@@ -61,7 +61,8 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
 
     weight_slot >= weights(u) streamed(u);  gradient_slot >= gradients(u) sends(u), with several ranks gradients(u)
     state_slot >= chunk(u) streams_states(u), of all states and fp32 gradients 256 MiB at most
-    activation_slot >= what leaves the GPU of u;  nvme_slot >= what a rank stages of u.
+    activation_slot >= what leaves the GPU of u;  nvme_slot >= a piece of a rank's states of u on NVMe
+    nvme_weight_slot >= weights(u) on NVMe;  nvme_gradient_slot >= a rank's gradients(u), with their sums, on NVMe
     The same with the smallest unit and uses(kind), which holds for fractions of units too. Rows: `slot_of(kind)`.
     """
     _add_least_slots(model, problem, v)
@@ -77,7 +78,13 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
         if not _is_zero(leaving):
             model.addConstr(v.activation_slot_mib >= leaving, name=name("activation_slot", u))
         if not _is_zero(v.on_nvme(u)):
-            model.addConstr(v.nvme_slot_mib >= nvme_mib(cost, v, u, cost.ranks), name=name("nvme_slot", u))
+            model.addConstr(v.nvme_slot_mib >= mib(cost.nvme_piece_bytes) * v.on_nvme(u), name=name("nvme_slot", u))
+        if not _is_zero(v.weights_on_nvme(u)):
+            weights = mib(cost.weight_bytes) * v.weights_on_nvme(u)
+            model.addConstr(v.nvme_weight_slot_mib >= weights, name=name("nvme_weight_slot", u))
+        if not _is_zero(v.gradients_on_nvme(u)):
+            gradients = mib(_passing_gradient_bytes(cost)) * v.gradients_on_nvme(u)
+            model.addConstr(v.nvme_gradient_slot_mib >= gradients, name=name("nvme_gradient_slot", u))
     for s, cost in enumerate(problem.stem):
         if not _is_zero(v.stem_streams[s]):
             chunk = mib(cost.state_slot_bytes) * v.stem_streams[s]
@@ -93,8 +100,9 @@ def _add_least_slots(model: highspy.Highs, problem: PlacementProblem, v: Variabl
         "sends": (v.gradient_slot_mib, lambda cost: cost.gradient_bytes),
         "passing": (v.state_slot_mib, lambda cost: cost.state_slot_bytes),
         "boundary_cpu": (v.activation_slot_mib, lambda cost: cost.boundary_bytes - cost.most_spared_input_bytes),
-        "nvme": (v.nvme_slot_mib, lambda cost: cost.rest_state_bytes / cost.ranks),
-        "nvme_weights": (v.nvme_slot_mib, lambda cost: cost.rest_state_bytes / cost.ranks + cost.weight_bytes),
+        "nvme": (v.nvme_slot_mib, lambda cost: cost.nvme_piece_bytes),
+        "nvme_weights": (v.nvme_weight_slot_mib, lambda cost: cost.weight_bytes),
+        "nvme_gradients": (v.nvme_gradient_slot_mib, _passing_gradient_bytes),
         "boundary_nvme": (v.activation_slot_mib, lambda cost: cost.boundary_bytes - cost.most_spared_input_bytes),
     }
     for kind, columns in kinds_of_use(problem, v).items():
@@ -103,6 +111,11 @@ def _add_least_slots(model: highspy.Highs, problem: PlacementProblem, v: Variabl
         saved = next((a for a in Activations if kind in (f"{a}_{Tier.CPU}", f"{a}_{Tier.NVME}")), None)
         slot, num_bytes = slots.get(kind, (v.activation_slot_mib, lambda cost, a=saved: cost.saved_bytes(a)))
         model.addConstr(slot >= least(num_bytes, columns) * v.used[kind], name=name("slot_of", kind))
+
+
+def _passing_gradient_bytes(cost: UnitCost) -> float:
+    """A rank's gradients of a unit, and their sums."""
+    return (cost.state_bytes - cost.rest_state_bytes) / cost.ranks
 
 
 def add_host_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -115,7 +128,8 @@ def add_host_capacity(model: highspy.Highs, problem: PlacementProblem, v: Variab
     if not problem.has_gpu:
         return
     ranks = problem.local_ranks
-    rest = host_rest(problem, v) + ranks * problem.nvme_slots * (v.nvme_slot_mib + v.parked_slot_mib)
+    slots = v.nvme_slot_mib + v.nvme_weight_slot_mib + v.nvme_gradient_slot_mib + v.parked_slot_mib
+    rest = host_rest(problem, v) + ranks * problem.nvme_slots * slots
     budget = mib(problem.cpu_budget_bytes - problem.cpu_reserve_bytes)
     offloaded = ranks * sum(
         _boundary_mib(cost) * v.boundary_on_cpu[u] - _spared_off_gpu_mib(cost, v, u) + saved_mib(cost, v, u, Tier.CPU)
@@ -248,11 +262,11 @@ def host_rest(problem: PlacementProblem, v: Variables) -> Expression:
     return rest
 
 
-def nvme_mib(cost: UnitCost, v: Variables, u: int, ranks: int = 1) -> Expression:
-    """What unit u has on NVMe. `ranks`: but for weights, one rank's part."""
+def nvme_mib(cost: UnitCost, v: Variables, u: int) -> Expression:
+    """What unit u has on NVMe."""
     states = mib(cost.rest_state_bytes) * v.on_nvme(u)
     states = states + mib(cost.state_bytes - cost.rest_state_bytes) * v.gradients_on_nvme(u)
-    return (1 / ranks) * states + mib(cost.weight_bytes) * v.weights_on_nvme(u)
+    return states + mib(cost.weight_bytes) * v.weights_on_nvme(u)
 
 
 def nvme_updated_mib(cost: UnitCost, v: Variables, u: int) -> Expression:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lazytrain_plugin.plan.accounting import (
+    Staging,
     again_s,
     is_streamed,
-    nvme_slot_bytes,
+    nvme_staging,
     nvme_updated_bytes,
     offloaded_bytes,
     sends_gradients,
@@ -70,7 +71,8 @@ class Facts:
     workspace_bytes: int
     state_slot_bytes: int
     rest_nvme: int
-    nvme_slot_bytes: int
+    staging: tuple[Staging, ...]
+    """Buffers of a rank for what rests there."""
     stage_s: float
     """Reading what an update needs from NVMe, and what writing loses by that; 0: nothing rests there."""
     stage_lost_s: float
@@ -134,7 +136,7 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         workspace_bytes=workspace_bytes(cost, unit),
         state_slot_bytes=cost.state_slot_bytes if unit.streams_states else 0,
         rest_nvme=rest["nvme"],
-        nvme_slot_bytes=nvme_slot_bytes(cost, unit),
+        staging=tuple(nvme_staging(cost, unit)),
         stage_s=problem.nvme_read_s(staged),
         stage_lost_s=problem.nvme_write_delay_s(staged),
         write_s=problem.nvme_write_s(staged),

@@ -12,11 +12,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from lazytrain_plugin.plan.accounting import (
+    Staging,
     account,
     excess_frac,
     nvme_bytes_allowed_per_step,
     nvme_written_bytes,
     reserved_bytes,
+    staged_bytes,
 )
 from lazytrain_plugin.plan.facts import FROZEN, ON_GPU, ON_WORKER, PASSING, Facts, facts_of
 from lazytrain_plugin.plan.gradient_traffic import MEANS, stem_gradients
@@ -89,7 +91,8 @@ class Judge:
         problem, num_units = self.problem, len(plan.units)
         units, stem = facts[:num_units], facts[num_units:]
         num_streamed = slot = ring = gradient_slot = input_bytes = saved_bytes = offloaded = 0
-        rest_gpu = rest_cpu = rest_nvme = state_slot = staging = num_staged = 0
+        rest_gpu = rest_cpu = rest_nvme = state_slot = 0
+        staging: list[Staging] = []
         for fact in units:
             if fact.streamed:
                 num_streamed += 1
@@ -107,10 +110,9 @@ class Judge:
             rest_cpu += fact.rest_cpu
             if fact.state_slot_bytes > state_slot:
                 state_slot = fact.state_slot_bytes
-            if fact.nvme_slot_bytes:
+            if fact.staging:
                 rest_nvme += fact.rest_nvme
-                num_staged += 1
-                staging = max(staging, fact.nvme_slot_bytes)
+                staging += fact.staging
         rest_gpu += min(plan.weight_slots, num_streamed + 1) * slot
         # The windows of `accounting.windows`, from the loss backwards.
         head = sum(self._head_bytes(stem, always=True))
@@ -136,7 +138,7 @@ class Judge:
         gpu = rest_gpu + plan.state_slots * state_slot + problem.exchange_bytes + ring + fullest
         gpu += problem.gpu_reserve_bytes
         cpu = rest_cpu + problem.cpu_reserve_bytes
-        cpu += problem.local_ranks * min(plan.nvme_slots, num_staged) * staging
+        cpu += problem.local_ranks * staged_bytes(staging, plan.nvme_slots)
         if problem.evaluation_bytes:
             evaluation = reserved_bytes(passing=problem.evaluation_bytes)
             gpu = max(gpu, rest_gpu + problem.gpu_reserve_bytes + evaluation)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
-from lazytrain_plugin.plan.choices import allows_home, home_of, input_tiers
+from lazytrain_plugin.plan.choices import HOMES, allows_home, home_of, input_tiers
 from lazytrain_plugin.plan.deadline import NEVER, Deadline
 from lazytrain_plugin.plan.patterns import PHASES, Family, Pattern
 from lazytrain_plugin.plan.problem import PlacementProblem
@@ -71,6 +72,7 @@ class _Climb:
         self._costs: dict[Pattern, tuple[float, float]] = {}
         self.draw, self._deadline = draw, deadline
         self._input_tiers = input_tiers(problem)
+        self._on_nvme = [index for index, home in enumerate(family.homes) if HOMES[home]["states"] == Tier.NVME]
         self.tries_left = min(REPLAYED_UNITS // self._num_units, TRIES_PER_UNIT * self._num_units)
         cost = max(problem.units, key=lambda cost: cost.kept_bytes)
         spared_s = {
@@ -123,6 +125,7 @@ class _Climb:
                     homes[source] -= step
                     homes[target] += step
                     near.append(replace(pattern, homes=tuple(homes)))
+        near += self._emptied(pattern)
         for home, count in enumerate(pattern.homes):
             if count:
                 phases = (_changed(pattern.phases, home, phase) for phase in PHASES if phase != pattern.phases[home])
@@ -150,6 +153,21 @@ class _Climb:
             ]
         self.draw.shuffle(near)
         return near
+
+    def _emptied(self, pattern: Pattern) -> Iterator[Pattern]:
+        """One of the homes on NVMe is given up for another, with a unit more or fewer there: the buffers of what only
+        the one has on the disk go with its last unit, so that no step on the way there need be better."""
+        homes = pattern.homes
+        for source, target in itertools.permutations(self._on_nvme, 2):
+            if homes[source] < 2:
+                continue
+            moved = _changed(_changed(homes, target, homes[target] + homes[source]), source, 0)
+            yield replace(pattern, homes=moved)
+            for other, count in enumerate(moved):
+                for step in (-1, 1) if count and other != target else ():
+                    if moved[target] + step >= 0:
+                        counts = _changed(_changed(moved, target, moved[target] + step), other, count - step)
+                        yield replace(pattern, homes=counts)
 
     def filled(self, pattern: Pattern) -> Pattern:
         """The same homes with as many units saving as fit: fewer where homes grew, more where there is room."""

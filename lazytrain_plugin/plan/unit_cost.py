@@ -16,8 +16,17 @@ KERNEL_WAIT_FRAC = 0.1
 """Of a unit's forward: what an update that begins while the GPU computes waits for the running matmul to end, on
 average. Matmuls fill the GPU until they end, whatever the priority of a stream. Measured on an H200 (7B, 32 x 1024
 tokens): 2.4 ms of 23 ms, 6 ms at most."""
+NVME_PIECE_BYTES = 256 * MIB
+"""States on NVMe come to memory in pieces of about this, ..."""
+NVME_MOST_PIECES = 8
+"""... in so many of a unit at most, on all ranks of the node together: each is a file."""
 SMALL_SEND_BYTES = MIB
 """Gradients of the stem below this go home beside the others: see `UnitCost.has_gradient_place`."""
+
+
+def nvme_pieces(num_bytes: int, ranks: int) -> int:
+    """In how many pieces a rank's states of a unit, so many bytes, pass between the disk and memory."""
+    return max(1, min(NVME_MOST_PIECES // ranks, -(-num_bytes // NVME_PIECE_BYTES)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +128,16 @@ class UnitCost:
     def rest_state_bytes(self) -> int:
         """Remainder and moments: what an update reads and writes beside the weights."""
         return self.remainder_bytes + self.moment_bytes
+
+    @property
+    def nvme_pieces(self) -> int:
+        """In how many pieces a rank's part of them passes between NVMe and memory."""
+        return nvme_pieces(self.rest_state_bytes // self.ranks, self.ranks)
+
+    @property
+    def nvme_piece_bytes(self) -> int:
+        """The largest of those pieces."""
+        return -(-self.rest_state_bytes // (self.ranks * self.nvme_pieces))
 
     @property
     def resident_state_bytes(self) -> int:

@@ -45,6 +45,10 @@ class Variables:
     state_slot_mib: Column = 0
     activation_slot_mib: Column = 0
     nvme_slot_mib: Column = 0
+    """Of states' pieces."""
+    nvme_weight_slot_mib: Column = 0
+    nvme_gradient_slot_mib: Column = 0
+    """Of gradients, with their sums."""
     parked_slot_mib: Column = 0
     used: dict[str, Column] = field(default_factory=dict)
     """Whether any unit is streamed, sends gradients, ...: 1 as soon as one is."""
@@ -167,6 +171,9 @@ def define_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variab
         v.activation_slot_mib = _positive(model, "activation_slot_mib")
     if problem.has_gpu and problem.has_nvme:
         v.nvme_slot_mib = _positive(model, "nvme_slot_mib")
+        v.nvme_weight_slot_mib = _positive(model, "nvme_weight_slot_mib")
+        if parks_gradients(problem):
+            v.nvme_gradient_slot_mib = _positive(model, "nvme_gradient_slot_mib")
 
 
 def define_uses(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
@@ -194,6 +201,7 @@ def kinds_of_use(problem: PlacementProblem, v: Variables) -> dict[str, list[Colu
         "boundary_cpu": list(v.boundary_on_cpu),
         "nvme": [v.on_nvme(u) for u in units],
         "nvme_weights": [v.weights_on_nvme(u) for u in units],
+        "nvme_gradients": [v.gradients_on_nvme(u) for u in units],
         "boundary_nvme": list(v.boundary_on_nvme),
     }
     for activations, tier in dict.fromkeys(choice for choices in v.saved for choice in choices):

@@ -46,15 +46,16 @@ class CpuUpdates:
         worker, streams = self._executor.worker, self._executor.streams
         home, kinds = unit.home, arrived.values()
         with contextlib.ExitStack() as in_memory:
-            in_memory.enter_context(home.states_in_memory(changes=True, write_now=True))
             if Arrival.WHOLE in kinds:
                 in_memory.enter_context(home.gradients_in_memory())
             if Arrival.SUMMED in kinds:
                 in_memory.enter_context(home.sums_in_memory(changes=False))
-            start_s = time.perf_counter()
-            with streams.span(f"update {unit.name}", Resource.WORKER):
-                self._executor.updater.update(unit, arrived, scalars)
-            worker.update_s += time.perf_counter() - start_s
+            for index in home.pieces:
+                with home.states_in_memory(index, changes=True, write_now=True):
+                    start_s = time.perf_counter()
+                    with streams.span(f"update {unit.name}", Resource.WORKER):
+                        self._executor.updater.update(unit, arrived, scalars, index)
+                    worker.update_s += time.perf_counter() - start_s
             worker.updated_parameters += sum(tensor.numel for tensor in arrived)
         if home.nvme_gradients is not None:
             home.drop_gradients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -34,7 +35,8 @@ class HomeStates:
         self.ranks = ranks
         self.native = native
         self.states_on_gpu = plan.states == Tier.GPU
-        self.nvme_states: NvmeStates | None = None
+        self.nvme_states: tuple[NvmeStates, ...] = ()
+        """Piece by piece, in the order of the elements; each is in memory on its own."""
         self.state_flats: tuple[tuple[str, torch.dtype, int], ...] = ()
         """(key, dtype, numel) of each flat of states that rest in memory."""
         self.held: HeldStates | None = None
@@ -50,7 +52,7 @@ class HomeStates:
     @property
     def is_divided(self) -> bool:
         """States are on NVMe or on the GPU, and each rank has its own part of them."""
-        return self.ranks is not None and (self.nvme_states is not None or self.states_on_gpu)
+        return self.ranks is not None and (bool(self.nvme_states) or self.states_on_gpu)
 
     @property
     def is_on_several_gpus(self) -> bool:
@@ -73,12 +75,36 @@ class HomeStates:
         """The elements whose states this rank has: all, or those of its part."""
         return self.span(tensor) if self.is_divided else slice(0, tensor.numel)
 
+    # Pieces of what this rank has: several of states on NVMe, otherwise one.
+
+    @property
+    def pieces(self) -> range:
+        return range(len(self.nvme_states) or 1)
+
+    def piece(self, index: int, local_rank: int | None = None) -> tuple[int, int]:
+        """[first, end) of the trained elements in a piece of what a rank (default: this one) has."""
+        if not self.is_divided:
+            return self.layout.part(index, len(self.pieces))
+        rank = self.ranks.local_rank if local_rank is None else local_rank
+        return self.layout.piece(index, len(self.pieces), rank, self.ranks.local_size)
+
+    def span_to_update(self, tensor: UnitTensor, piece: int) -> slice:
+        """The elements of the tensor that this rank updates in a piece."""
+        return tensor.span_in(self.piece(piece)) if len(self.pieces) > 1 else self.span(tensor)
+
+    def _own_pieces(self, tensor: UnitTensor) -> Iterator[tuple[int, slice]]:
+        """Each piece with states of the tensor that this rank has, and the tensor's elements in it."""
+        for index in self.pieces:
+            span = tensor.span_in(self.piece(index))
+            if span.start < span.stop:
+                yield index, span
+
     def _holding(self, flats: dict[str, torch.Tensor], first: int = 0) -> HeldStates:
         return HeldStates(flats, self.plan.state_bits, first)
 
     @contextmanager
-    def states_in_memory(self, *, changes: bool, write_now: bool = False) -> Iterator[None]:
-        """Within: the states that this rank has can be worked on, wherever they rest. Nests.
+    def states_in_memory(self, piece: int = 0, *, changes: bool, write_now: bool = False) -> Iterator[None]:
+        """Within: a piece of the states that this rank has can be worked on, wherever they rest. Nests.
 
         Args:
             changes: whether they are changed within.
@@ -87,16 +113,16 @@ class HomeStates:
         Raises:
             StorageError: the disk failed.
         """
-        if self.nvme_states is None:
+        if not self.nvme_states:
             yield
             return
-        with self.nvme_states.in_memory(changes=changes, write_now=write_now):
-            first = self.ranks.part(self.layout)[0] if self.is_divided else 0
-            self.held = self._holding(self.nvme_states.tensors, first)
+        states = self.nvme_states[piece]
+        with states.in_memory(changes=changes, write_now=write_now):
+            self.held = self._holding(states.tensors, self.piece(piece)[0])
             try:
                 yield
             finally:
-                if self.nvme_states.num_users == 1:
+                if states.num_users == 1:
                     self.held = None
 
     def _each_part(self, tensor: UnitTensor) -> Iterator[slice]:
@@ -105,12 +131,17 @@ class HomeStates:
         Where they are on the GPUs of several ranks, all of the node go through them at once, and ask for the same.
         Errors as of `Journal.wait` (runtime/nvme/peers.py).
         """
-        if not self.is_divided or tensor.numel == 0:
+        if tensor.numel == 0:
             with self.states_in_memory(changes=False):
-                yield slice(0, tensor.numel)
+                yield slice(0, 0)
             return
-        for rank in range(self.ranks.local_size):
-            span = self._span_of(tensor, rank)
+        if not self.is_divided:
+            for index, span in self._own_pieces(tensor):
+                with self.states_in_memory(index, changes=False):
+                    yield span
+            return
+        for rank, index in itertools.product(range(self.ranks.local_size), self.pieces):
+            span = tensor.span_in(self.piece(index, rank))
             if span.start == span.stop:
                 continue
             if self.is_on_several_gpus:
@@ -122,11 +153,11 @@ class HomeStates:
                     self.held = before
                 continue
             if rank == self.ranks.local_rank:
-                with self.states_in_memory(changes=False):
+                with self.states_in_memory(index, changes=False):
                     yield span
                 continue
-            with self.nvme_states.peer_in_memory(rank) as flats:
-                before, self.held = self.held, self._holding(flats, self.part(rank)[0])
+            with self.nvme_states[index].peer_in_memory(rank) as flats:
+                before, self.held = self.held, self._holding(flats, self.piece(index, rank)[0])
                 try:
                     yield span
                 finally:
@@ -161,7 +192,7 @@ class HomeStates:
         found: dict[str, torch.Tensor] = {}
         for span in self._each_part(tensor):
             for key, values in read(span).items():
-                if not self.is_divided and self.nvme_states is None:
+                if not self.is_divided and not self.nvme_states:
                     found[key] = values.cpu()
                     continue
                 # The memory is someone else's next.
@@ -180,39 +211,47 @@ class HomeStates:
         return whole
 
     def write_codec(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
-        with self.states_in_memory(changes=True):
-            span = self._own_span(tensor)
-            for name, _ in MOMENTS:
-                moment = self.moment(tensor, name, span)
-                moment.codes.copy_(values[f"{name}.codes"][span])
-                moment.scales.copy_(values[f"{name}.scales"][blocks(span)])
+        for index, span in self._own_pieces(tensor):
+            with self.states_in_memory(index, changes=True):
+                for name, _ in MOMENTS:
+                    moment = self.moment(tensor, name, span)
+                    moment.codes.copy_(values[f"{name}.codes"][span])
+                    moment.scales.copy_(values[f"{name}.scales"][blocks(span)])
 
     def write_moments(self, tensor: UnitTensor, values: dict[str, torch.Tensor]) -> None:
-        with self.states_in_memory(changes=True):
-            span = self._own_span(tensor)
-            for name, _ in MOMENTS:
-                self.held.set_values(tensor, name, span, elements(values[name], span))
+        for index, span in self._own_pieces(tensor):
+            with self.states_in_memory(index, changes=True):
+                for name, _ in MOMENTS:
+                    self.held.set_values(tensor, name, span, elements(values[name], span))
 
     def take_states(self, other: HomeStates) -> None:
         """Takes over the states that `other` holds, bit for bit where the format is the same."""
-        alike = self.plan.state_bits == other.plan.state_bits and self.is_divided == other.is_divided
-        with self.states_in_memory(changes=True):
-            if alike:
-                with other.states_in_memory(changes=False):
-                    for key, values in self.held.flats.items():
-                        values.copy_(other.held.flats[key])
-                return
-            for tensor in self.layout.trained:
-                for span in self._spans_to_take(other, tensor):
-                    self.held.take(other.held, tensor, span, moments=self.native)
+        same_pieces = self.is_divided == other.is_divided and self.pieces == other.pieces
+        alike = same_pieces and self.plan.state_bits == other.plan.state_bits
+        for index in self.pieces:
+            with self.states_in_memory(index, changes=True):
+                if alike:
+                    with other.states_in_memory(index, changes=False):
+                        for key, values in self.held.flats.items():
+                            values.copy_(other.held.flats[key])
+                    continue
+                for tensor in self.layout.trained:
+                    for span in self._spans_to_take(other, tensor, self.piece(index)):
+                        self.held.take(other.held, tensor, span, moments=self.native)
 
-    def _spans_to_take(self, other: HomeStates, tensor: UnitTensor) -> Iterator[slice]:
-        """Elements that this rank takes over from `other`, while they are in memory there."""
-        if not (self.is_divided or other.is_divided):
-            yield from other._each_part(tensor)
-            return
-        # The others take theirs, into their parts or into memory that ranks share.
-        span = self._span_of(tensor, self.ranks.local_rank)
-        if span.start < span.stop:
-            with other.states_in_memory(changes=False):
-                yield span
+    def _spans_to_take(self, other: HomeStates, tensor: UnitTensor, piece: tuple[int, int]) -> Iterator[slice]:
+        """Elements in a piece that this rank takes over from `other`, while they are in memory there."""
+        wanted = tensor.span_in(piece)
+        if self.is_divided or other.is_divided:
+            # The others take theirs, into their parts or into memory that ranks share.
+            wanted = _common(wanted, self._span_of(tensor, self.ranks.local_rank))
+        for index, span in other._own_pieces(tensor):
+            span = _common(wanted, span)
+            if span.start < span.stop:
+                with other.states_in_memory(index, changes=False):
+                    yield span
+
+
+def _common(first: slice, second: slice) -> slice:
+    """Elements in both."""
+    return slice(max(first.start, second.start), min(first.stop, second.stop))

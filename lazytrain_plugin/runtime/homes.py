@@ -167,6 +167,11 @@ class UnitHome(HomeStates):
             return self._gpu_gradients[tensor]
         return self.gradient_format.arrival(tensor, self._host_gradients)
 
+    def span_in_gradient(self, tensor: UnitTensor, span: slice) -> slice:
+        """Where elements of the tensor are in its `gradient`, and in what is `accumulated`."""
+        first = tensor.span_in(self.gradient_format.part).start
+        return slice(span.start - first, span.stop - first)
+
     def keep_gradient(self, tensor: UnitTensor, raw: torch.Tensor | None) -> None:
         """States on the GPU: holds the tensor that autograd made, or its codes, until the update has used it (None lets
         go of it)."""
@@ -210,19 +215,24 @@ class UnitHome(HomeStates):
         if not tensor.is_split:
             weight.copy_(values)
         else:
-            with self.states_in_memory(changes=True):
-                own = self.remainder_of(tensor)
-                if values.dtype == torch.bfloat16:
-                    weight.copy_(values)  # the master of a bf16 value is that value
-                    own.zero_()
-                else:
-                    split = weight if weight.device == own.device else torch.empty_like(weight, device="cpu")
-                    remainder = own.new_empty(tensor.numel) if self.is_divided else own
-                    split_master(values.to(split.device, torch.float32), split, remainder)
-                    if split is not weight:
-                        weight.copy_(split)
-                    if remainder is not own:
-                        own.copy_(elements(remainder, self._own_span(tensor)))
+            remainder = None
+            if values.dtype == torch.bfloat16:
+                weight.copy_(values)  # the master of a bf16 value is that value
+            else:
+                device = self.device if self.states_on_gpu else torch.device("cpu")
+                split = weight if weight.device == device else torch.empty_like(weight, device="cpu")
+                in_parts = self.is_divided or self.nvme_states
+                remainder = torch.empty_like(split, dtype=torch.int16) if in_parts else self.remainder_of(tensor)
+                split_master(values.to(split.device, torch.float32), split, remainder)
+                if split is not weight:
+                    weight.copy_(split)
+            for index, span in self._own_pieces(tensor):
+                with self.states_in_memory(index, changes=True):
+                    own = self.remainder_of(tensor, span)
+                    if remainder is None:
+                        own.zero_()
+                    elif own is not remainder:
+                        own.copy_(elements(remainder, span))
         self.publish(tensor)
 
     def publish(self, tensor: UnitTensor) -> None:
@@ -274,7 +284,7 @@ class UnitHome(HomeStates):
     def release(self) -> None:
         """Gives page locks and disk space back. Views that the model still holds stay readable."""
         self.for_each_host_buffer(HostBuffer.unpin)
-        for stored in (self.nvme_states, self.nvme_gradients, self.nvme_weights):
+        for stored in (*self.nvme_states, self.nvme_gradients, self.nvme_weights):
             if stored is not None:
                 stored.close()
 

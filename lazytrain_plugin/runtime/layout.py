@@ -86,6 +86,10 @@ class FlatLayout:
         first, end = (num_blocks * r // num_ranks for r in (rank, rank + 1))
         return first * ALIGNMENT_ELEMENTS, end * ALIGNMENT_ELEMENTS
 
+    def piece(self, index: int, count: int, rank: int, num_ranks: int) -> tuple[int, int]:
+        """[first, end) of one of `count` pieces of such a part."""
+        return self.part(rank * count + index, num_ranks * count)
+
     def weight_bytes_of(self, part: tuple[int, int]) -> slice:
         """The bytes of the flat of weights that hold some of the trained elements."""
         return self._bytes_of(part, "weight_offset_bytes")

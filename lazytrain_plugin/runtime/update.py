@@ -82,18 +82,21 @@ class NativeAdamW:
         """Tensors with fewer elements have 32-bit states under 8-bit plans too."""
         self.steps: dict[UnitTensor, int] = {}
         """Updates done per tensor; a tensor without a gradient in a step does not count it, as in torch."""
+        self._counted: dict[UnitTensor, StepScalars] = {}
+        """The last one of them: states in several pieces are updated one by one."""
 
-    def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars) -> None:
+    def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars, piece: int = 0) -> None:
+        """Of a piece of the unit's states, which is in memory."""
         home, batch = unit.home, Batch()
         for tensor, arrival in arrived.items():
-            step, span = self.next_step(tensor, scalars), home.span(tensor)
+            step, span = self.next_step(tensor, scalars), home.span_to_update(tensor, piece)
             if span.start == span.stop:
-                continue  # other ranks' part
+                continue  # another piece, or other ranks' part
             update_span(
                 tensor,
                 elements(home.weight(tensor), span),
                 home.remainder_of(tensor, span),
-                part_of(gradient_of(unit, tensor, arrival), span),
+                part_of(gradient_of(unit, tensor, arrival), home.span_in_gradient(tensor, span)),
                 tuple(home.moment(tensor, name, span) for name, _ in MOMENTS),
                 step,
                 start=span.start,
@@ -102,8 +105,11 @@ class NativeAdamW:
         batch.run()
 
     def next_step(self, tensor: UnitTensor, scalars: StepScalars) -> AdamWStep:
-        """Counts an update of the tensor, and returns its scalars."""
-        step = self.steps[tensor] = self.steps.get(tensor, 0) + 1
+        """Counts an update of the tensor, once per `scalars`, and returns its scalars."""
+        step = self.steps.get(tensor, 0)
+        if self._counted.get(tensor) is not scalars:
+            self._counted[tensor] = scalars
+            step = self.steps[tensor] = step + 1
         made = scalars.steps.get((tensor.group, step))
         if made is None:
             made = scalars.steps[tensor.group, step] = self._step(scalars, tensor.group, step)
@@ -160,7 +166,8 @@ class ClientOptimizer:
         self._carried_step: StepScalars | None = None
         self._one_carries = threading.Lock()
 
-    def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars) -> None:
+    def update(self, unit: Unit, arrived: dict[UnitTensor, Arrival], scalars: StepScalars, piece: int = 0) -> None:
+        """`piece`: its states are never on NVMe, so there is one."""
         shadow = object.__new__(type(self._client))
         # Shares `state` with the client; has groups and counters of its own.
         shadow.__dict__.update(self._client.__dict__ | copy.deepcopy(scalars.counters))

@@ -196,6 +196,19 @@ def test_nvme_holds_states_and_weights_but_no_gradients():
     assert both.cpu["units: weights and states"] == 3 * LAYER * 2
 
 
+def test_buffers_of_nvme_hold_pieces_of_states_and_each_kind_for_itself():
+    """Large units pass 256 MiB of states at a time; one unit's weights and another's gradients need both buffers."""
+    problem = problem_of(model=builders.model(3, matrices=512))
+    cost, lean = problem.units[0], leanest_plan(problem)
+    assert cost.rest_state_bytes == 512 * 512**2 * 10  # 1.25 GiB
+    states = lean.with_units(states=Tier.NVME)
+    assert account(problem, states).cpu["NVMe slots"] == 3 * cost.rest_state_bytes // 5
+    first, second = replace(states.units[0], weights=Tier.NVME), replace(states.units[1], gradients=Tier.NVME)
+    mixed = replace(states, units=(first, second, states.units[2]))
+    slots = 3 * cost.rest_state_bytes // 5 + cost.weight_bytes + cost.gradient_bytes
+    assert account(problem, mixed).cpu["NVMe slots"] == slots
+
+
 def test_between_steps_a_checkpoint_and_an_evaluation_must_fit():
     problem = problem_of(evaluation_tokens=64 * 1024)
     ledger = account(problem, leanest_plan(problem))

@@ -1,6 +1,6 @@
-"""`NvmeStates`: remainder and moments of one unit on NVMe, in memory only while somebody works on them.
+"""`NvmeStates`: a piece of a unit's remainder and moments on NVMe, in memory only while somebody works on it.
 
-With several ranks it is the part of them that this rank updates; `PeerPart`s (runtime/nvme/peers.py) are the others.
+With several ranks it is of the part that this rank updates; `PeerPart`s (runtime/nvme/peers.py) are the others' pieces.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _tensors(buffer: StagingBuffer, parts: tuple[Part, ...]) -> dict[str, torch.
 
 
 class NvmeStates:
-    """One unit's states as one record on disk, staged through a shared `Staging`.
+    """States as one record on disk, staged through a shared `Staging`.
 
     Zero until written, as fresh states are: nothing is read or written before the first update.
 

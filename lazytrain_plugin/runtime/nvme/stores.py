@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -67,7 +68,7 @@ class NvmeStores:
             if Tier.NVME in (unit_plan.weights, unit_plan.states, unit_plan.gradients, *activations):
                 self._check(unit_plan)
             if unit_plan.states == Tier.NVME and unit.trained:
-                for flats in self._state_flats(unit.layout, unit_plan):
+                for flats in itertools.chain(*self._state_flats(unit.layout, unit_plan)):
                     largest_bytes = max(largest_bytes, lay_out_parts(flats)[1])
             if unit_plan.gradient_tier == Tier.NVME and unit.trained:
                 form = GradientFormat(unit.layout, unit_plan.gradient_bits, self._own_part(unit.layout))
@@ -104,19 +105,24 @@ class NvmeStores:
     def _own_part(self, layout: FlatLayout) -> tuple[int, int]:
         return layout.part(0, 1) if self._ranks is None else self._ranks.part(layout)
 
-    def _state_flats(self, layout: FlatLayout, plan: UnitPlan) -> list[Flats]:
-        """Of the part of each rank of this node."""
+    def _state_flats(self, layout: FlatLayout, plan: UnitPlan) -> list[list[Flats]]:
+        """Of each piece, those of the part of each rank of this node."""
         size = 1 if self._ranks is None else self._ranks.local_size
-        return [state_flats(layout, plan, native=self._native, part=layout.part(rank, size)) for rank in range(size)]
+        flats_of = partial(state_flats, layout, plan, native=self._native)
+        _, nbytes = lay_out_parts(flats_of(part=layout.part(0, size)))
+        count = self.tier.pieces(nbytes, size)
+        return [[flats_of(part=layout.piece(i, count, rank, size)) for rank in range(size)] for i in range(count)]
 
-    def states(self, layout: FlatLayout, plan: UnitPlan) -> NvmeStates:
-        """Makes room for one unit's states, of this rank's part of them. Raises StorageError if there is none."""
-        flats, what = self._state_flats(layout, plan), f"states of {plan.name}"
+    def states(self, layout: FlatLayout, plan: UnitPlan) -> tuple[NvmeStates, ...]:
+        """Makes room for one unit's states, of this rank's part of them, piece by piece. Raises StorageError if there
+        is none."""
+        pieces, what = self._state_flats(layout, plan), f"states of {plan.name}"
         if self._ranks is None:
-            return NvmeStates(self.tier, self._staging, flats[0], what=what)
+            return tuple(NvmeStates(self.tier, self._staging, flats, what=what) for (flats,) in pieces)
         if self._follower is None:
             self._follower = UpdateWorker("disk")
-        return NvmeStates.of_ranks(self.tier, self._staging, flats, self._ranks, self._follower, what=what)
+        make = partial(NvmeStates.of_ranks, self.tier, self._staging)
+        return tuple(make(flats, self._ranks, self._follower, what=what) for flats in pieces)
 
     def write_for_others(self) -> None:
         """Returns when other ranks can read every change of this one's states. Raises StorageError."""
@@ -147,8 +153,8 @@ class NvmeStores:
     def end(self, units: Iterable[Unit]) -> None:
         """After everything moved to the new plan's homes."""
         for unit in units:
-            if unit.home.nvme_states is not None:
-                unit.home.nvme_states.staging = self._staging
+            for states in unit.home.nvme_states:
+                states.staging = self._staging
             if unit.home.nvme_gradients is not None:
                 unit.home.nvme_gradients.staging = self._gradients
             if unit.home.nvme_weights is not None:
@@ -165,7 +171,7 @@ class NvmeStores:
         """Updates follow in this order: states and gradients come in as far as there are buffers."""
         units = list(arrivals)
         if self._staging is not None:
-            self._staging.read_ahead([u.home.nvme_states for u in units if u.home.nvme_states is not None])
+            self._staging.read_ahead([states for unit in units for states in unit.home.nvme_states])
         if self._gradients is not None:
             on_nvme = [u for u in units if u.home.nvme_gradients is not None]
             for staging, kind in ((self._gradients.arrivals, Arrival.WHOLE), (self._gradients.sums, Arrival.SUMMED)):

@@ -6,12 +6,13 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lazytrain_plugin.config.folders import check_nvme_folder, free_bytes
 from lazytrain_plugin.errors import StorageError
+from lazytrain_plugin.plan.unit_cost import nvme_pieces
 from lazytrain_plugin.runtime.nvme.folder import PeerFile, RunFolder
 from lazytrain_plugin.runtime.nvme.io import SLOW_AFTER_S, THREADS_PER_FOLDER, IoEngine
 from lazytrain_plugin.runtime.nvme.region import BLOCK_BYTES, Region, padded
@@ -28,6 +29,7 @@ class NvmeTier:
     Args:
         paths: existing folders, one per disk; data is striped over them.
         limit_bytes: most that may rest there; None: what the file systems have.
+        pieces: in how many states come to memory; see plan/unit_cost.py.
         delay_s: makes every request late; for race tests.
         slow_after_s: a longer wait for a disk is reported.
 
@@ -41,6 +43,7 @@ class NvmeTier:
         *,
         limit_bytes: int | None = None,
         block_bytes: int = BLOCK_BYTES,
+        pieces: Callable[[int, int], int] = nvme_pieces,
         delay_s: float = 0.0,
         slow_after_s: float = SLOW_AFTER_S,
     ) -> None:
@@ -52,6 +55,7 @@ class NvmeTier:
         self.folders: list[RunFolder] = []
         self._engine: IoEngine | None = None
         self.block_bytes = block_bytes
+        self.pieces = pieces
         self._delay_s = delay_s
         self._slow_after_s = slow_after_s
         self._regions: dict[Region, int] = {}

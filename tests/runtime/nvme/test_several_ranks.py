@@ -17,7 +17,7 @@ from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.vocab import Tier, Updater
 from tests.comm.ranks import run_ranks, succeed
-from tests.runtime.nvme.rig import big_model, full_state, on_nvme
+from tests.runtime.nvme.rig import big_model, full_state, in_three, on_nvme
 from tests.runtime.rig import make_executor, plan_for
 from tests.runtime.test_several_ranks import DEVICES, MODELS, global_batches
 
@@ -133,7 +133,7 @@ def every_case(rank, device, folder, names):
         common, runs = CASES[name]
         for run, special in {None: {}, **runs}.items():
             # Later ranks have slower disks: who reads their parts must wait for them.
-            tier = None if run is None else NvmeTier([folder], block_bytes=8192, delay_s=0.003 * rank)
+            tier = None if run is None else NvmeTier([folder], block_bytes=8192, pieces=in_three, delay_s=0.003 * rank)
             found[name, run] = run_case(ranks, device, tier, **common, **special)
     return found
 
@@ -198,7 +198,7 @@ def loses_a_block(rank, device, disk):
         executor.step(0.0)
         executor.flush()
         if step == 0 and rank == 1:
-            _, _, path = executor.units[1].home.nvme_states.region.files[0]
+            _, _, path = executor.units[1].home.nvme_states[0].region.files[0]
             with open(path, "r+b") as file:
                 file.write(b"oops")
 

@@ -16,6 +16,7 @@ from tests.runtime.nvme.rig import (
     big_model,
     executor_for,
     full_state,
+    in_three,
     make_model,
     on_nvme,
     windows,
@@ -41,18 +42,18 @@ def test_the_same_bits_as_in_memory(disk, device, state_bits, dtype, slots, ever
 
 
 def test_memory_holds_the_slots_and_no_more(disk):
-    """S-13, S-17: buffers are sized by the largest unit; the states never are in memory, from the first second on."""
+    """S-13, S-17: buffers are sized by the largest piece; the states never are in memory, from the first second on."""
     model = big_model(6)
-    tier = NvmeTier([disk])
+    tier = NvmeTier([disk], pieces=in_three)
     executor = executor_for(model, on_nvme(plan_for(model), slots=2), tier=tier)
     staging = executor._nvme._staging
-    largest = max(unit.home.nvme_states.nbytes for unit in executor.all_units)
+    largest = max(states.nbytes for unit in executor.all_units for states in unit.home.nvme_states)
     assert not any(unit.home.state_buffers for unit in executor.all_units)
     assert staging.nbytes == largest and staging.allocated_bytes == 0
     train(executor, windows("cpu"))
     full_state(executor)
     assert staging.allocated_bytes <= 2 * largest
-    assert tier.used_bytes > 6 * largest * 0.9
+    assert tier.used_bytes > 6 * 3 * largest * 0.9
     executor.close()
 
 
@@ -64,7 +65,7 @@ def test_moves_between_tiers_keep_every_bit(disk, state_bits):
     straight = executor_for(straight_model, plan_for(straight_model, state_bits=state_bits), dtype=torch.bfloat16)
     norms = train(straight, steps)
     cpu = plan_for(model, state_bits=state_bits)
-    tier = NvmeTier([disk], block_bytes=8192, delay_s=0.001)
+    tier = NvmeTier([disk], block_bytes=8192, pieces=in_three, delay_s=0.001)
     executor = executor_for(model, cpu, dtype=torch.bfloat16, tier=tier)
     moved_norms = train(executor, steps[:1])
     for plan, part in ((on_nvme(cpu), steps[1:3]), (on_nvme(cpu, slots=1, every=2), steps[3:5]), (cpu, steps[5:])):
@@ -98,7 +99,7 @@ def test_a_checkpoint_passes_through(disk, tmp_path, state_bits, direction):
     for folder, nvme in ((disk, direction != "to"), (second_disk, direction != "from")):
         model = make_model()
         plan = plan_for(model, state_bits=state_bits)
-        tier = NvmeTier([folder], block_bytes=8192) if nvme else None
+        tier = NvmeTier([folder], block_bytes=8192, pieces=in_three) if nvme else None
         executors.append(executor_for(model, on_nvme(plan) if nvme else plan, dtype=torch.bfloat16, tier=tier))
     first, second = executors
     train(first, steps[:3])
@@ -160,7 +161,7 @@ def test_a_damaged_block_stops_training_by_name(disk):
     steps = windows("cpu")
     train(executor, steps[:2])
     executor._nvme._staging.drain()
-    _, _, path = executor.units[2].home.nvme_states.region.files[0]
+    _, _, path = executor.units[2].home.nvme_states[0].region.files[0]
     with open(path, "r+b") as file:
         file.seek(5000)
         file.write(b"oops")
