@@ -52,8 +52,7 @@ def optim_skeleton(state: TrainState, param_groups: list[dict], ds_config: dict)
     codec: dict[int, dict[str, Any]] = {}
     untouched: dict[int, str] = {}
     for index, record in enumerate(trained):
-        values = state.read_state(record)
-        specs = {key: TensorSpec.like(value) if torch.is_tensor(value) else value for key, value in values.items()}
+        specs = state.state_specs(record)
         codec[index] = {key: spec for key, spec in specs.items() if "." in key}
         states[index] = {key: spec for key, spec in specs.items() if "." not in key}
         if not states[index]:
@@ -103,13 +102,14 @@ def _stand_in_for_untouched(states: dict[int, dict], untouched: dict[int, str], 
 
 
 def optim_leaves(state: TrainState) -> Iterator[Leaf]:
-    """The tensors that `optim_skeleton` announced, one parameter at a time."""
+    """The tensors that `optim_skeleton` announced, one parameter at a time, a large one's in pieces."""
     root = "optimizer_state_dict"
     for index, record in enumerate(trained_records(state)):
-        yield (root, "fp32_flat_groups", index), state.read_master(record)
-        for key, value in state.read_state(record).items():
-            if torch.is_tensor(value):
-                yield (("lazytrain", "codec") if "." in key else (root, root, "state")) + (index, key), value
+        for span in state.spans(record):
+            yield (root, "fp32_flat_groups", index), state.read_master(record, span)
+            for key, value in state.read_state(record, span).items():
+                if torch.is_tensor(value):
+                    yield (("lazytrain", "codec") if "." in key else (root, root, "state")) + (index, key), value
 
 
 def model_skeleton(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.state import ParamRecord, StateValue
+from lazytrain_plugin.runtime.streamed_file import TensorSpec
 from lazytrain_plugin.runtime.train_state import ExecutorState
 
 PHASE = "saving"
@@ -30,9 +31,9 @@ def read_by_first(state: ExecutorState, ranks: RankGroup, action: Callable[[Any]
         ranks.from_first(lambda: None, PHASE)
     else:
         while (asked := ranks.from_first(_nothing, PHASE)) is not None:
-            method, index = asked
+            method, index, span = asked
             if ranks.is_of_first_node:
-                getattr(state, method)(state.records[index])
+                getattr(state, method)(state.records[index], span)
 
     def answer() -> Any:
         if error is not None:
@@ -54,17 +55,25 @@ class _AskingState:
         self.records = state.records
         self._place = {record: index for index, record in enumerate(state.records)}
 
-    def read_master(self, record: ParamRecord) -> Tensor:
-        self._ask("read_master", record)
-        return self._state.read_master(record)
+    def spans(self, record: ParamRecord) -> list[slice]:
+        return self._state.spans(record)
 
-    def read_state(self, record: ParamRecord) -> dict[str, StateValue]:
-        self._ask("read_state", record)
-        return self._state.read_state(record)
+    def read_master(self, record: ParamRecord, span: slice | None = None) -> Tensor:
+        self._ask("read_master", record, span)
+        return self._state.read_master(record, span)
+
+    def state_specs(self, record: ParamRecord) -> dict[str, TensorSpec | StateValue]:
+        if not self._state.executor.updater.native:  # then they are read
+            self._ask("state_specs", record, None)
+        return self._state.state_specs(record)
+
+    def read_state(self, record: ParamRecord, span: slice | None = None) -> dict[str, StateValue]:
+        self._ask("read_state", record, span)
+        return self._state.read_state(record, span)
 
     def flush(self) -> None:
         self._state.flush()
 
-    def _ask(self, method: str, record: ParamRecord) -> None:
+    def _ask(self, method: str, record: ParamRecord, span: slice | None) -> None:
         if self._state.holds_part(record):
-            self._ranks.from_first(lambda: (method, self._place[record]), PHASE)
+            self._ranks.from_first(lambda: (method, self._place[record], span), PHASE)

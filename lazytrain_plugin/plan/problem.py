@@ -38,6 +38,12 @@ EXCHANGE_BYTES_PER_ELEMENT = 16
 coded and summed up (runtime/gradient_exchange.py)."""
 
 
+SAVE_ELEMENTS = 2**24
+"""A checkpoint is written in pieces of so many elements of a tensor, ..."""
+SAVE_BYTES_PER_ELEMENT = 10
+"""... of which each takes so much host memory meanwhile."""
+
+
 # The program is scaled to coefficients around 1..10^4: MiB and milliseconds. Nothing else is.
 
 
@@ -207,7 +213,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         nvme_budget_bytes=_nvme_budget_bytes(hardware, request),
         loss_bytes=model.loss_bytes(request.max_tokens),
         evaluation_bytes=model.evaluation_bytes(request.evaluation_tokens) if request.evaluation_tokens else 0,
-        save_bytes=_save_bytes(model, request.state_bits),
+        save_bytes=_save_bytes(model),
         tied=model.tied,
         max_tokens=request.max_tokens,
         accumulation_steps=request.accumulation_steps,
@@ -270,11 +276,10 @@ def _nvme_budget_bytes(hardware: HardwareProfile, request: PlanRequest) -> int:
     return hardware.nvme_bytes if request.nvme_budget_bytes is None else request.nvme_budget_bytes
 
 
-def _save_bytes(model: ModelProfile, state_bits: int) -> int:
-    """A checkpoint is written tensor by tensor: the largest one's fp32 master, or both its moments where those must be
-    decoded."""
+def _save_bytes(model: ModelProfile) -> int:
+    """Pieces of one tensor at a time: both moments decoded beside their codes, which is more than the fp32 master."""
     numels = [tensor.numel for unit in (*model.units, *model.stem) for tensor in unit.tensors if tensor.trainable]
-    return (4 if state_bits == 32 else 8) * max(numels, default=0)
+    return SAVE_BYTES_PER_ELEMENT * min(max(numels, default=0), SAVE_ELEMENTS)
 
 
 def _with_codes(cost: UnitCost, unit: UnitProfile, hardware: HardwareProfile, request: PlanRequest) -> UnitCost:

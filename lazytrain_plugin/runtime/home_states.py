@@ -11,7 +11,7 @@ import torch
 
 from lazytrain_plugin.kernels.adamw import Moment8
 from lazytrain_plugin.runtime.held_states import HeldStates, StatesOfRank, blocks
-from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor, elements
+from lazytrain_plugin.runtime.layout import FlatLayout, UnitTensor, common, elements
 from lazytrain_plugin.runtime.state_layout import CODEC, MOMENTS
 from lazytrain_plugin.vocab import Tier
 
@@ -125,8 +125,8 @@ class HomeStates:
                 if states.num_users == 1:
                     self.held = None
 
-    def _each_part(self, tensor: UnitTensor) -> Iterator[slice]:
-        """All of the tensor's elements, piece by piece; while one is given, its states are in memory, to be read.
+    def _each_part(self, tensor: UnitTensor, within: slice) -> Iterator[slice]:
+        """Some of the tensor's elements, piece by piece; while one is given, its states are in memory, to be read.
 
         Where they are on the GPUs of several ranks, all of the node go through them at once, and ask for the same.
         Errors as of `Journal.wait` (runtime/nvme/peers.py).
@@ -137,12 +137,14 @@ class HomeStates:
             return
         if not self.is_divided:
             for index, span in self._own_pieces(tensor):
-                with self.states_in_memory(index, changes=False):
-                    yield span
+                span = common(span, within)
+                if span.start < span.stop:
+                    with self.states_in_memory(index, changes=False):
+                        yield span
             return
         for rank, index in itertools.product(range(self.ranks.local_size), self.pieces):
-            span = tensor.span_in(self.piece(index, rank))
-            if span.start == span.stop:
+            span = common(tensor.span_in(self.piece(index, rank)), within)
+            if span.start >= span.stop:
                 continue
             if self.is_on_several_gpus:
                 before = self.held
@@ -175,29 +177,37 @@ class HomeStates:
 
     # Moments for checkpoints and moves. Storage order, 1-D [numel], on the CPU.
 
-    def read_moments(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
-        return self._read(tensor, lambda span: {name: self.held.values(tensor, name, span) for name, _ in MOMENTS})
+    def read_moments(self, tensor: UnitTensor, within: slice) -> dict[str, torch.Tensor]:
+        """Of some elements, from a multiple of 256 on."""
 
-    def read_codec(self, tensor: UnitTensor) -> dict[str, torch.Tensor]:
-        """8-bit moments as they are stored: `{name}.codes` uint8 [numel], `{name}.scales` fp32 [blocks], on the CPU."""
+        def read(span: slice) -> dict[str, torch.Tensor]:
+            return {name: self.held.values(tensor, name, span) for name, _ in MOMENTS}
+
+        return self._read(tensor, read, within)
+
+    def read_codec(self, tensor: UnitTensor, within: slice) -> dict[str, torch.Tensor]:
+        """The same in 8 bits as they are stored: `{name}.codes` uint8, `{name}.scales` fp32 [blocks], on the CPU."""
 
         def read(span: slice) -> dict[str, torch.Tensor]:
             moments = {name: self.moment(tensor, name, span) for name, _ in MOMENTS}
             return {f"{name}.{part}": getattr(moments[name], part) for name in moments for part in CODEC}
 
-        return self._read(tensor, read)
+        return self._read(tensor, read, within)
 
-    def _read(self, tensor: UnitTensor, read: Callable[[slice], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """What `read` finds in each part of the tensor, put together on the CPU."""
+    def _read(
+        self, tensor: UnitTensor, read: Callable[[slice], dict[str, torch.Tensor]], within: slice
+    ) -> dict[str, torch.Tensor]:
+        """What `read` finds in each part of some elements of the tensor, put together on the CPU."""
         found: dict[str, torch.Tensor] = {}
-        for span in self._each_part(tensor):
+        for span in self._each_part(tensor, within):
             for key, values in read(span).items():
                 if not self.is_divided and not self.nvme_states:
                     found[key] = values.cpu()
                     continue
                 # The memory is someone else's next.
-                place, end = (blocks(s) if key.endswith(".scales") else s for s in (span, slice(0, tensor.numel)))
-                found.setdefault(key, values.new_empty(end.stop))[place] = values
+                place, whole = (blocks(s) if key.endswith(".scales") else s for s in (span, within))
+                flat = found.setdefault(key, values.new_empty(whole.stop - whole.start))
+                flat[place.start - whole.start : place.stop - whole.start] = values
         return found
 
     def assembled(self, tensor: UnitTensor, own: torch.Tensor) -> torch.Tensor:
@@ -244,14 +254,9 @@ class HomeStates:
         wanted = tensor.span_in(piece)
         if self.is_divided or other.is_divided:
             # The others take theirs, into their parts or into memory that ranks share.
-            wanted = _common(wanted, self._span_of(tensor, self.ranks.local_rank))
+            wanted = common(wanted, self._span_of(tensor, self.ranks.local_rank))
         for index, span in other._own_pieces(tensor):
-            span = _common(wanted, span)
+            span = common(wanted, span)
             if span.start < span.stop:
                 with other.states_in_memory(index, changes=False):
                     yield span
-
-
-def _common(first: slice, second: slice) -> slice:
-    """Elements in both."""
-    return slice(max(first.start, second.start), min(first.stop, second.stop))

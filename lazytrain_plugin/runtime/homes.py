@@ -192,20 +192,23 @@ class UnitHome(HomeStates):
 
     # Masters and moments as fp32, for checkpoints and moves. Storage order, 1-D [numel], on the CPU.
 
-    def read_master(self, tensor: UnitTensor) -> torch.Tensor:
-        return self.master_on_device(tensor).cpu()
+    def read_master(self, tensor: UnitTensor, within: slice | None = None) -> torch.Tensor:
+        """`within`: of these elements, from a multiple of 256 on."""
+        return self.master_on_device(tensor, within).cpu()
 
-    def master_on_device(self, tensor: UnitTensor) -> torch.Tensor:
+    def master_on_device(self, tensor: UnitTensor, within: slice | None = None) -> torch.Tensor:
         """The fp32 master where the weight is (the weight itself where that is fp32); of parts, on the CPU."""
-        weight = self.weight(tensor)
+        within = within or tensor.whole
+        weight = elements(self.weight(tensor), within)
         if not tensor.is_split:
             return weight.float()
         if self.is_divided:
             weight = weight.cpu()  # where others' parts come to
-        master = torch.empty(tensor.numel, dtype=torch.float32, device=weight.device)
-        for span in self._each_part(tensor):
+        master = torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
+        for span in self._each_part(tensor, within):
             remainder = self.remainder_of(tensor, span).to(weight.device)
-            join_master(elements(weight, span), remainder, elements(master, span))
+            place = slice(span.start - within.start, span.stop - within.start)
+            join_master(elements(weight, place), remainder, elements(master, place))
         return master
 
     def write_master(self, tensor: UnitTensor, values: torch.Tensor) -> None:

@@ -47,6 +47,16 @@ class UnitTensor:
         return self.numel * self.dtype.itemsize
 
     @property
+    def whole(self) -> slice:
+        """All of its elements."""
+        return slice(0, self.numel)
+
+    @property
+    def is_row_major(self) -> bool:
+        """Storage order is the order of its elements."""
+        return self.stride == torch.empty(self.shape, device="meta").stride()
+
+    @property
     def is_split(self) -> bool:
         """bf16 weight + int16 remainder = fp32 master; an fp32 weight is its own master."""
         return self.trained and self.dtype == torch.bfloat16
@@ -152,6 +162,11 @@ def lay_out(
 def elements(flat: torch.Tensor, span: slice) -> torch.Tensor:
     """Elements of a flat tensor; no slice of all of them, which takes the host as long as a small update."""
     return flat if span.stop - span.start == flat.numel() else flat[span]
+
+
+def common(first: slice, second: slice) -> slice:
+    """Elements in both; of none the end may come before the start."""
+    return slice(max(first.start, second.start), min(first.stop, second.stop))
 
 
 def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:

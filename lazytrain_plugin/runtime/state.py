@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lazytrain_plugin.runtime.streamed_file import TensorSpec
+
 StateValue = Tensor | float | int
 """One entry of a parameter's optimizer state."""
 
@@ -40,16 +42,28 @@ class TrainState(Protocol):
     records: list[ParamRecord]
     """In `model.named_parameters()` order, tied tensors once."""
 
-    def read_master(self, record: ParamRecord) -> Tensor:
-        """The fp32 master, [numel], on the CPU; may alias the home, so it's good until the next update."""
+    def spans(self, record: ParamRecord) -> list[slice]:
+        """Elements that can be read by themselves, in order: what is large is best read piece by piece."""
+        ...
+
+    def read_master(self, record: ParamRecord, span: slice | None = None) -> Tensor:
+        """The fp32 master, [numel], on the CPU; may alias the home, so it's good until the next update.
+
+        Args:
+            span: one of `spans`; None: all elements.
+        """
         ...
 
     def write_master(self, record: ParamRecord, values: Tensor) -> None:
         """Copies fp32 `values` [numel] (CPU; may be a read-only file mapping) into master and weight."""
         ...
 
-    def read_state(self, record: ParamRecord) -> dict[str, StateValue]:
-        """The optimizer state; `{}` before the first update of this parameter.
+    def state_specs(self, record: ParamRecord) -> dict[str, TensorSpec | StateValue]:
+        """What `read_state` gives, without reading tensors."""
+        ...
+
+    def read_state(self, record: ParamRecord, span: slice | None = None) -> dict[str, StateValue]:
+        """The optimizer state, of one of `spans` if it is given; `{}` before the first update of this parameter.
 
         The native optimizer gives "step" (number) and "exp_avg", "exp_avg_sq" decoded to fp32 [numel] on the CPU; a
         torch optimizer gives whatever it keeps. A key with a dot is a *codec entry*: the stored form of the value

@@ -74,6 +74,8 @@ class StreamedSave:
         self._specs: dict[KeyPath, TensorSpec] = {}
         _map_specs(skeleton, self._note_spec)
         self._unwritten = set(self._specs)
+        self._filled: dict[KeyPath, tuple[int, int]] = dict.fromkeys(self._specs, (0, 0))
+        """Elements written so far, and their CRC."""
         with FakeTensorMode():
             fakes = _map_specs(skeleton, lambda _, spec: torch.empty(spec.shape, dtype=spec.dtype))
         with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -115,29 +117,32 @@ class StreamedSave:
         return markers, real_records
 
     def write(self, key_path: KeyPath, tensor: Tensor) -> None:
-        """Fills one leaf.
+        """Fills one leaf, or the next elements of a 1-D one.
 
         Args:
             key_path: e.g. `("optimizer_state_dict", "fp32_flat_groups", 3)`.
-            tensor: shape and dtype of the leaf's spec, on any device.
+            tensor: dtype and shape of the leaf's spec (1-D: fewer elements), on any device.
 
         Raises:
             KeyError: the skeleton has no such leaf.
-            ValueError: another shape or dtype than announced.
+            ValueError: another shape or dtype than announced, or more elements.
         """
-        spec = self._specs[key_path]
-        if TensorSpec.like(tensor) != spec:
+        spec, (first, crc32) = self._specs[key_path], self._filled[key_path]
+        continues = len(spec.shape) == tensor.dim() == 1 and first + tensor.numel() <= spec.shape[0]
+        if tensor.dtype != spec.dtype or not (continues or (tensor.shape == spec.shape and first == 0)):
             raise ValueError(
                 f"{key_path}: announced {tuple(spec.shape)} {spec.dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
             )
-        flat, record, crc32 = tensor.detach().reshape(-1), self._records[key_path], 0
+        flat, record = tensor.detach().reshape(-1), self._records[key_path]
         step = max(1, _CHUNK_BYTES // spec.dtype.itemsize)
         for start in range(0, flat.numel(), step):
             chunk = flat[start : start + step].cpu().contiguous()
-            offset = record.offset + start * spec.dtype.itemsize
+            offset = record.offset + (first + start) * spec.dtype.itemsize
             crc32 = self._write_bytes(memoryview(chunk.view(torch.uint8).numpy()), offset, crc32)
-        write_crc32(self._fd, record, crc32)
-        self._unwritten.discard(key_path)
+        self._filled[key_path] = first + flat.numel(), crc32
+        if first + flat.numel() == math.prod(spec.shape):
+            write_crc32(self._fd, record, crc32)
+            self._unwritten.discard(key_path)
 
     def _write_bytes(self, view: memoryview, offset: int, crc32: int) -> int:
         """Writes while other threads look at the same bytes; returns the CRC of those before and these."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from lazytrain_plugin.plan.problem import SAVE_ELEMENTS
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.executor import Executor
 from lazytrain_plugin.runtime.gradient_format import as_values
-from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, UnitTensor
 from lazytrain_plugin.runtime.state import ParamRecord, StateValue
 from lazytrain_plugin.runtime.state_layout import MOMENTS, has_codes
+from lazytrain_plugin.runtime.streamed_file import TensorSpec
 from lazytrain_plugin.runtime.streams import Trace
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import gradient_of
@@ -51,24 +53,51 @@ class ExecutorState:
         unit, tensor = self._find(record)
         return tensor.trained and unit.home.is_on_several_gpus
 
-    def read_master(self, record: ParamRecord) -> torch.Tensor:
+    def spans(self, record: ParamRecord) -> list[slice]:
+        tensor = self._find(record)[1]
+        if not tensor.is_row_major:
+            return [tensor.whole]
+        return [
+            slice(first, min(first + SAVE_ELEMENTS, tensor.numel)) for first in range(0, tensor.numel, SAVE_ELEMENTS)
+        ] or [tensor.whole]
+
+    def read_master(self, record: ParamRecord, span: slice | None = None) -> torch.Tensor:
         unit, tensor = self._find(record)
-        return logical_order(tensor, unit.home.read_master(tensor))
+        master = unit.home.read_master(tensor, span)
+        return master if tensor.is_row_major else logical_order(tensor, master)
 
     def write_master(self, record: ParamRecord, values: torch.Tensor) -> None:
         unit, tensor = self._find(record)
         self._forget_copies(unit)
         unit.home.write_master(tensor, storage_order(tensor, values))
 
-    def read_state(self, record: ParamRecord) -> dict[str, StateValue]:
+    def read_state(self, record: ParamRecord, span: slice | None = None) -> dict[str, StateValue]:
         unit, tensor = self._find(record)
+        span = span or tensor.whole
         state = {
             key: logical_order(tensor, value) if _elementwise(tensor, value) else value
-            for key, value in self.executor.updater.read_state(unit, tensor).items()
+            for key, value in self.executor.updater.read_state(unit, tensor, span).items()
         }
         if state and self._has_codec(unit, tensor):
-            state |= unit.home.read_codec(tensor)
+            state |= unit.home.read_codec(tensor, span)
         return state
+
+    def state_specs(self, record: ParamRecord) -> dict[str, TensorSpec | StateValue]:
+        unit, tensor = self._find(record)
+        updater = self.executor.updater
+        if not updater.native:
+            found = self.read_state(record)
+            return {key: TensorSpec.like(value) if torch.is_tensor(value) else value for key, value in found.items()}
+        if tensor not in updater.steps:
+            return {}
+        whole, blocks = torch.Size([tensor.numel]), torch.Size([-(-tensor.numel // ALIGNMENT_ELEMENTS)])
+        names = [name for name, _ in MOMENTS]
+        specs = {"step": float(updater.steps[tensor])} | dict.fromkeys(names, TensorSpec(whole, torch.float32))
+        if self._has_codec(unit, tensor):
+            for name in names:
+                specs[f"{name}.codes"] = TensorSpec(whole, torch.uint8)
+                specs[f"{name}.scales"] = TensorSpec(blocks, torch.float32)
+        return specs
 
     def write_state(self, record: ParamRecord, state: dict[str, StateValue]) -> None:
         unit, tensor = self._find(record)
@@ -136,5 +165,7 @@ def logical_order(tensor: UnitTensor, values: torch.Tensor) -> torch.Tensor:
 
 def storage_order(tensor: UnitTensor, values: torch.Tensor) -> torch.Tensor:
     """1-D in logical order -> 1-D in the parameter's storage order."""
+    if tensor.is_row_major:
+        return values.reshape(-1)  # a view of the checkpoint's file: a copy of the largest tensor would be gigabytes
     ordered = torch.empty_strided(tensor.shape, tensor.stride, dtype=values.dtype)
     return ordered.copy_(values.view(tensor.shape)).as_strided((tensor.numel,), (1,))

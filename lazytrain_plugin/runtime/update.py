@@ -130,10 +130,11 @@ class NativeAdamW:
             maximize=bool(group.get("maximize", False)),
         )
 
-    def read_state(self, unit: Unit, tensor: UnitTensor) -> dict[str, Any]:
+    def read_state(self, unit: Unit, tensor: UnitTensor, within: slice) -> dict[str, Any]:
+        """Of some elements, from a multiple of 256 on."""
         if tensor not in self.steps:
             return {}
-        return {"step": float(self.steps[tensor]), **unit.home.read_moments(tensor)}
+        return {"step": float(self.steps[tensor]), **unit.home.read_moments(tensor, within)}
 
     def write_state(self, unit: Unit, tensor: UnitTensor, state: dict[str, Any]) -> None:
         if not state:
@@ -229,12 +230,14 @@ class ClientOptimizer:
         master.data = tensor.shaped(values)
         return master
 
-    def read_state(self, unit: Unit, tensor: UnitTensor) -> dict[str, Any]:
+    def read_state(self, unit: Unit, tensor: UnitTensor, within: slice) -> dict[str, Any]:
+        """Of some elements; what has no value for each comes with the first of them."""
         master = self._masters.get(tensor)
         state = self._client.state.get(master, {}) if master is not None else {}
         return {
-            key: _flat_storage(tensor, value).cpu() if _is_elementwise(tensor, value) else value
+            key: elements(_flat_storage(tensor, value), within).cpu() if _is_elementwise(tensor, value) else value
             for key, value in state.items()
+            if within.start == 0 or _is_elementwise(tensor, value)
         }
 
     def write_state(self, unit: Unit, tensor: UnitTensor, state: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lazytrain_plugin.runtime.state import ParamRecord
+from lazytrain_plugin.runtime.streamed_file import TensorSpec
 
 BLOCK = 256
 
@@ -83,18 +84,35 @@ class DictState:
         self.module.running.add_(1)
         return self
 
-    def read_master(self, record: ParamRecord) -> torch.Tensor:
-        return self.masters[record.name]
+    def spans(self, record: ParamRecord) -> list[slice]:
+        """Two blocks at a time, the last one of what is left."""
+        step = 2 * BLOCK
+        return [slice(first, min(first + step, record.numel)) for first in range(0, record.numel, step)]
+
+    def read_master(self, record: ParamRecord, span: slice | None = None) -> torch.Tensor:
+        return self.masters[record.name][span or slice(None)]
 
     def write_master(self, record: ParamRecord, values: torch.Tensor) -> None:
         assert values.shape == (record.numel,) and values.dtype == torch.float32
         self.masters[record.name] = values.clone()
         record.parameter.data.copy_(values.view(record.shape))
 
-    def read_state(self, record: ParamRecord) -> dict:
-        stored = self.states[record.name]
+    def state_specs(self, record: ParamRecord) -> dict:
+        state = self.read_state(record)
+        return {key: TensorSpec.like(value) if torch.is_tensor(value) else value for key, value in state.items()}
+
+    def read_state(self, record: ParamRecord, span: slice | None = None) -> dict:
+        stored = dict(self.states[record.name])
+        if span is not None:
+            for key, value in self.states[record.name].items():
+                if key.endswith(".scales"):
+                    stored[key] = value[span.start // BLOCK : -(-span.stop // BLOCK)]
+                elif torch.is_tensor(value) and value.shape == (record.numel,):
+                    stored[key] = value[span]
+                elif span.start > 0:
+                    del stored[key]
         if self.bits == 32 or not stored:
-            return dict(stored)
+            return stored
         decoded = {key: decode(stored[f"{key}.codes"], stored[f"{key}.scales"]) for key in ("exp_avg", "exp_avg_sq")}
         return {**stored, **decoded}
 

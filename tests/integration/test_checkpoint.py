@@ -109,6 +109,16 @@ def test_decoded_8bit_moments_alone_would_not_resume_bit_equal():
     assert not torch.equal(scales, scales_again) and not torch.equal(codes, again)
 
 
+@pytest.mark.parametrize("bits", [32, 8])
+def test_large_tensors_are_written_in_pieces(tmp_path, bits):
+    saved = DictState(Toy(width=64), bits=bits).train()
+    assert max(len(saved.spans(record)) for record in saved.records) == 3
+    _save(saved, tmp_path)
+    fresh = DictState(Toy(width=64), bits=bits)
+    _load(fresh, tmp_path)
+    _assert_same_run(fresh, saved)
+
+
 @pytest.mark.parametrize(("bits_saved", "bits_now"), [(32, 8), (8, 32)])
 def test_states_of_another_width_load(tmp_path, bits_saved, bits_now):
     saved = DictState(Toy(), bits=bits_saved).train()
@@ -680,6 +690,7 @@ import resource, sys, tempfile, torch
 from torch import nn
 from lazytrain_plugin.integration.checkpoint import load_checkpoint, save_checkpoint
 from lazytrain_plugin.runtime.state import ParamRecord
+from lazytrain_plugin.runtime.streamed_file import TensorSpec
 
 COUNT, NUMEL = 40, 1_000_000  # fp32 master and two moments of 4 MB each: 480 MB in the file
 
@@ -697,10 +708,16 @@ class Endless:
     def value(self, record, shift):
         return torch.full((NUMEL,), float(record.name[1:]) + shift)
 
-    def read_master(self, record):
+    def spans(self, record):
+        return [slice(0, NUMEL)]
+
+    def read_master(self, record, span=None):
         return self.value(record, 0.25)
 
-    def read_state(self, record):
+    def state_specs(self, record):
+        return {"step": 1} | dict.fromkeys(("exp_avg", "exp_avg_sq"), TensorSpec(torch.Size([NUMEL]), torch.float32))
+
+    def read_state(self, record, span=None):
         return {"step": 1, "exp_avg": self.value(record, 0.5), "exp_avg_sq": self.value(record, 0.75)}
 
     def write_master(self, record, values):

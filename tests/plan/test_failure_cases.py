@@ -10,7 +10,7 @@ from lazytrain_plugin.errors import InfeasiblePlanError
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.check import check_plan, problem_of
 from lazytrain_plugin.plan.greedy import greedy_plan, leanest_plan, plan_greedily
-from lazytrain_plugin.plan.problem import build_problem
+from lazytrain_plugin.plan.problem import SAVE_ELEMENTS, build_problem
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -94,7 +94,9 @@ def test_s38_memory_for_a_checkpoint_is_a_part_of_the_plan():
     ledger = account(problem, leanest_plan(problem))
     step, need = ledger.total_bytes()["cpu"], ledger.need_bytes()
     largest = max(tensor.numel for unit in (*model.units, *model.stem) for tensor in unit.tensors)
-    assert need["cpu"] == step + 4 * largest  # one tensor's fp32 master at a time
+    assert largest < SAVE_ELEMENTS and need["cpu"] == step + 10 * largest  # both moments, in fp32 and in codes
+    large = build_problem(builders.model(6, vocab=10**6), machine, PlanRequest(max_tokens=64))
+    assert large.save_bytes == 10 * SAVE_ELEMENTS  # in pieces
     request = PlanRequest(max_tokens=64, gpu_budget_bytes=need["gpu"], cpu_budget_bytes=need["cpu"])
     check_plan(greedy_plan(model, machine, request), model, machine, request)
     with pytest.raises(InfeasiblePlanError):

@@ -379,8 +379,8 @@ def test_each_weight_comes_once_though_the_updates_of_others_are_late(monkeypatc
 
 
 def _late(update):
-    def wrapped(self, unit, arrived, scalars):
+    def wrapped(self, *arguments):
         time.sleep(0.02)
-        return update(self, unit, arrived, scalars)
+        return update(self, *arguments)
 
     return wrapped
