@@ -224,10 +224,13 @@ class _Reduction:
     def _chunk(self, start: int, size: int) -> Iterator[None]:
         """Elements [start, start + size) of every part."""
         hops = self._ranks.hops
-        sent = torch.zeros(len(self._parts), size, dtype=self._dtype, device=self._ranks.device)
+        sent = torch.empty(len(self._parts), size, dtype=self._dtype, device=self._ranks.device)
         for row, (first, end) in zip(sent, self._parts, strict=True):
             begin = first + start
-            for tensor, here, there in overlaps(self._contribution, begin, min(begin + size, end)):
+            pieces = list(overlaps(self._contribution, begin, min(begin + size, end)))
+            if sum(there.stop - there.start for _, _, there in pieces) < size:
+                row.zero_()
+            for tensor, here, there in pieces:
                 row[there].copy_(self._contribution[tensor][here])
         total = yield from sum_inside(hops, sent)
         own = min(size, max(self._end - self._first - start, 0))
