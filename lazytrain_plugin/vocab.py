@@ -39,5 +39,14 @@ class Fidelity(StrEnum):
     COMPACT = "compact"
 
 
+class Shard(StrEnum):
+    """Over which ranks optimizer states are divided."""
+
+    NODE = "node"
+    """Over those of a node; each node has all of them."""
+    JOB = "job"
+    """Over all ranks; nodes send each other updated weights."""
+
+
 LEAST_ACTIVATION_BITS = {Fidelity.EXACT: 16, Fidelity.BALANCED: 16, Fidelity.COMPACT: 4}
 """The fewest bits of a saved activation that each allows; 16: as it is."""

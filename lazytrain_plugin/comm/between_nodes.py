@@ -5,10 +5,13 @@ node, and each element is rounded once. With more nodes the parts of the flat go
 and sends the mean back in 10-bit codes (why: comm/reducer.py): (M-1)/M * 148 bytes for 64 elements, where sending
 everything everywhere would be (M-1) * 66. Contributions are added in fp32, in the order of nodes, from the same codes
 on all of them: identical bits.
+
+Where states are divided over the whole job each rank needs the mean of its own part only (comm/part_mean.py).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +19,7 @@ import torch
 from lazytrain_plugin.comm import threshold
 from lazytrain_plugin.comm.hops import Hops
 from lazytrain_plugin.comm.overlap import overlapped
+from lazytrain_plugin.comm.part_mean import mean_of_part, part_bytes
 from lazytrain_plugin.comm.parts import CONTRIBUTION_BITS, RESULT_BITS, blocks_of_part, chunk_numel
 from lazytrain_plugin.comm.stats import CommStats
 from lazytrain_plugin.errors import ConfigError
@@ -101,19 +105,24 @@ class BetweenNodes:
         bits: 8, or 16 for fp32 throughout.
         smallest_bucket_elements: what has fewer elements, over all ranks of a node, is averaged in fp32; default:
             measured on all ranks, by the first one over these groups.
+        of_parts: each rank gets the mean of its own part only, and not that of all parts at its position of the nodes.
 
     Raises:
         ConfigError: other bits. CommunicationError: a rank is gone.
     """
 
-    def __init__(self, hops: Hops, bits: int, smallest_bucket_elements: int | None = None) -> None:
+    def __init__(
+        self, hops: Hops, bits: int, smallest_bucket_elements: int | None = None, *, of_parts: bool = False
+    ) -> None:
         if bits not in (8, 16):
             raise ConfigError(f"Gradients travel in 8 or 16 bits, not {bits}.")
         self._hops = hops
+        self.of_parts = of_parts and hops.across is not None
         self.off_because = "one node" if hops.across is None else "bits: 16" if bits == 16 else None
         """Why nothing is sent in codes, whatever its size; None: large enough buckets are."""
         self.smallest_bucket_elements = smallest_bucket_elements or 0
         self._stats = CommStats()
+        self._one_counts = threading.Lock()
         if self.off_because is None and smallest_bucket_elements is None:
             if hops.smallest_coded_elements is None:
                 hops.smallest_coded_elements, _ = threshold.measure(self.timed_run, hops.slowest)
@@ -131,13 +140,19 @@ class BetweenNodes:
         """What a node sends to average a bucket of so many elements, over all its ranks, to a few blocks."""
         if self._hops.across is None:
             return 0
+        if self.of_parts:
+            return part_bytes(numel, self._hops.nodes, coded=self.uses_codes(numel))
         if self.uses_codes(numel):
             return coded_bytes(numel, self._hops.nodes)
         return ring_bytes(numel, self._hops.nodes, torch.float32.itemsize)
 
     def bf16_bytes(self, numel: int) -> int:
         """What a node would send in bf16."""
-        return ring_bytes(numel, self._hops.nodes, torch.bfloat16.itemsize)
+        return ring_bytes(numel, self._hops.nodes, torch.bfloat16.itemsize) // (2 if self.of_parts else 1)
+
+    def weight_bytes(self, numel: int) -> int:
+        """What a node sends of so many updated weights in bf16."""
+        return ring_bytes(numel, self._hops.nodes, torch.bfloat16.itemsize) // 2 if self.of_parts else 0
 
     def count(self, numel: int, inside_bytes: int) -> None:
         """Counts one bucket that is about to be averaged; `inside_bytes`: sent to ranks of this node for it."""
@@ -151,18 +166,27 @@ class BetweenNodes:
         self._stats.full_precision_buckets += 1
         self._stats.fallbacks[self.off_because or "small bucket"] += 1
 
+    def count_weights(self, num_bytes: int) -> None:
+        """Counts updated weights that are sent to other nodes."""
+        with self._one_counts:
+            self._stats.weight_bytes += num_bytes
+
     def mean(self, total: torch.Tensor, divisor: float, mean_out: torch.Tensor, *, coded: bool) -> Iterator[None]:
         """Writes the sum of `total` over nodes / `divisor` to `mean_out`; yields where a collective is under way.
 
         Args:
-            total: fp32 [n], this rank's part of the node's sum; used up.
-            mean_out: [n] in fp32, bf16 or fp16.
+            total: fp32 [n], this rank's part of the node's sum; used up. With `of_parts` as many of each node's
+                part, one after the other, whole blocks of 64.
+            mean_out: [n] in fp32, bf16 or fp16; with `of_parts` those of this rank's part, [n / nodes].
             coded: as `uses_codes` says for the bucket that this is a part of.
 
         Raises:
             CommunicationError: ranks could not exchange their gradients.
         """
         hops = self._hops
+        if self.of_parts:
+            yield from mean_of_part(hops, total, divisor, mean_out, self._stats, coded=coded)
+            return
         if hops.across is not None and coded:
             blocks = blocks_of_part(total.numel(), hops.nodes)
             yield from coded_mean(hops, total, blocks, divisor, mean_out, self._stats)
@@ -180,9 +204,12 @@ class BetweenNodes:
         before = self._stats.copy()
         device, share = self._hops.device, -(-numel // self._hops.ranks_per_node)
         generator = torch.Generator(device).manual_seed(numel)
+        nodes = self._hops.nodes if self.of_parts else 1
+        if self.of_parts:
+            share = codes.num_blocks(-(-share // nodes)) * codes.BLOCK * nodes
         values = torch.randn(share, device=device, generator=generator)
-        size = chunk_numel(share, device.type) if quantized else max(share, 1)
-        overlapped(self.mean(part, 1.0, part, coded=quantized) for part in values.split(size))
+        size = chunk_numel(share // nodes, device.type) * nodes if quantized else max(share, 1)
+        overlapped(self.mean(part, 1.0, part[: part.numel() // nodes], coded=quantized) for part in values.split(size))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._stats = before

@@ -106,6 +106,13 @@ class Hops:
         self._groups.append((spare, group))
         return group
 
+    def another_across(self) -> dist.ProcessGroup | None:
+        """A group of the ranks of `across`, for exchanges that another thread launches beside those of `across`. Every
+        rank makes it at the same point."""
+        if self.across is None:
+            return None
+        return self._new_group([self.ranks.index(rank) for rank in dist.get_process_group_ranks(self.across)])
+
     def _discover(self) -> Topology:
         mine = torch.tensor([node_key()], dtype=torch.int64, device=self.device)
         keys = [torch.empty_like(mine) for _ in self.ranks]

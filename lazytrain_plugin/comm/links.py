@@ -37,6 +37,8 @@ class Links:
     """The mean over nodes; None: one node."""
     coded: Line | None
     """In codes; None where nothing travels in them."""
+    weights: Line | None = None
+    """Updated weights to the other nodes, in bf16; None: each node updates all of them."""
 
 
 def sum_inside(hops: Hops, sent: torch.Tensor, phase: str = "exchange inside the node") -> Iterator[None]:
@@ -73,6 +75,12 @@ def measure_links(hops: Hops, between: BetweenNodes, *, network: bool = True) ->
         rows = torch.zeros(shape, dtype=torch.bfloat16, device=hops.device)
         overlapped([sum_inside(hops, rows)])
 
+    def weights(numel: int) -> None:
+        share = -(-numel // (hops.ranks_per_node * hops.nodes))
+        sent = torch.zeros(share, dtype=torch.bfloat16, device=hops.device)
+        phase = "all-gather of weights between nodes"
+        hops.gather(phase, sent.new_empty(hops.nodes * share), sent, hops.across)()
+
     def time_of(key: str, run: Callable[[int], None]) -> Line:
         if key not in hops.lines:
             hops.lines[key] = _line(run, hops)
@@ -85,6 +93,7 @@ def measure_links(hops: Hops, between: BetweenNodes, *, network: bool = True) ->
         coded=time_of("coded", lambda numel: between.timed_run(numel, quantized=True))
         if between_nodes and between.uses_codes(SIZES[-1])
         else None,
+        weights=time_of("weights", weights) if between_nodes and between.of_parts else None,
     )
 
 

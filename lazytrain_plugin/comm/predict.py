@@ -17,8 +17,14 @@ from __future__ import annotations
 TABLE_LATENCY_S = 0.7e-3
 
 
-def coded_bytes_per_element(nodes: int) -> float:
-    """Both ways together, of which a node sends (nodes - 1) / nodes; a test compares it with what is sent."""
+def coded_bytes_per_element(nodes: int, *, of_parts: bool = False) -> float:
+    """Both ways together, of which a node sends (nodes - 1) / nodes; a test compares it with what is sent.
+
+    Args:
+        of_parts: each rank needs the sum of its own part only, so that nothing comes back.
+    """
+    if of_parts:
+        return 66 / 64
     return (2 * 66 if nodes == 2 else 66 + 82) / 64
 
 

@@ -20,6 +20,8 @@ class CommStats:
     """Bytes that this rank sent to ranks of its own node, in quantized buckets."""
     reduce_scatter_bytes: int = 0
     """The part of `wire_bytes` that gathered contributions in 8-bit codes; the rest carried results."""
+    weight_bytes: int = 0
+    """Bytes of updated weights that this rank sent to other nodes; no part of `wire_bytes`."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Buckets reduced in full precision, by reason."""
 

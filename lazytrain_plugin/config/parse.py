@@ -21,6 +21,7 @@ from lazytrain_plugin.config.folders import (
 from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig, Rule, show_json
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.units import GIB
+from lazytrain_plugin.vocab import Shard
 
 _UNIT_BYTES = {
     "": GIB,
@@ -34,16 +35,6 @@ _UNIT_BYTES = {
     "ti": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
-
-
-NOT_OFFERED = {
-    "shard": (
-        "states and weights are always divided over the ranks of a node, and each node has all of them (so that only "
-        'gradients cross the network). Where a node is too small for that, use "fidelity": "balanced" (8-bit states), '
-        'an "nvme_path", or DeepSpeed itself with "enabled": false'
-    ),
-}
-"""Keys that one might look for, and what to do instead."""
 
 
 def lazytrain_block(ds_config: Any) -> dict | None:
@@ -71,6 +62,11 @@ def parse_block(block: dict) -> LazyTrainConfig:
         check_output_file(f"{BLOCK}.trace.path", config.trace.path)
         if config.trace.path == config.plan.path:
             raise ConfigError(f'"{BLOCK}.trace.path" and "{BLOCK}.plan.path" are one file; name another for the trace.')
+    if config.shard == Shard.JOB and config.nvme_path is not None:
+        raise ConfigError(
+            f'"{BLOCK}.shard" is "job" and "{BLOCK}.nvme_path" is set: states that are divided over all ranks rest in '
+            f'memory only. Leave out "{BLOCK}.nvme_path", or write "shard": "node".'
+        )
     for path in config.nvme_paths:
         check_nvme_folder(f"{BLOCK}.nvme_path", path)
     check_distinct_folders(f"{BLOCK}.nvme_path", config.nvme_paths)
@@ -115,8 +111,6 @@ def _unknown_key(key: Any, config_type: type) -> str:
     paths = _all_paths(LazyTrainConfig)
     here = [item.name for item in fields(config_type)]
     lowered = str(key).lower()
-    if lowered in NOT_OFFERED:
-        return f'"{config_type.PATH}.{key}" is not offered: {NOT_OFFERED[lowered]}.'
     if elsewhere := [path for path in paths if path.rpartition(".")[2] == lowered and lowered not in here]:
         return f'{message}; it belongs at "{elsewhere[0]}".'
     if near := difflib.get_close_matches(lowered, here, n=1, cutoff=0.5):

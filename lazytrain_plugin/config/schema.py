@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.vocab import LEAST_ACTIVATION_BITS, Fidelity
+from lazytrain_plugin.vocab import LEAST_ACTIVATION_BITS, Fidelity, Shard
 
 _KINDS = {
     "bool": "true or false",
@@ -283,7 +283,7 @@ class LazyTrainConfig:
         "exact: 32-bit optimizer states, results equal bit for bit whatever the plan; balanced: 8-bit states "
         "and 8-bit gradients between nodes; compact: 8-bit gradients at rest and 4-bit activations too",
         Fidelity.EXACT.value,
-        Rule(kind="string", choices=tuple(fidelity.value for fidelity in Fidelity)),
+        Rule(kind="string", choices=tuple(map(str, Fidelity))),
     )
     gpu_memory_gib: float | None = option(
         "GPU memory that training may use, in GiB (2**30 bytes); null: what the device has free",
@@ -315,6 +315,11 @@ class LazyTrainConfig:
         None,
         Rule(kind="integer", nullable=True, at_least=1),
     )
+    shard: str = option(
+        "ranks that divide optimizer states: those of each node, or all of the job, where nodes also send weights",
+        Shard.NODE.value,
+        Rule(kind="string", choices=tuple(map(str, Shard))),
+    )
     plan: PlanConfig = section("where the placement comes from", PlanConfig)
     optimizer: OptimizerConfig = section("how weights are updated", OptimizerConfig)
     gradients: GradientsConfig = section("how gradients rest between backward and update", GradientsConfig)
@@ -323,9 +328,7 @@ class LazyTrainConfig:
         "how gradients are averaged over ranks; also beside DeepSpeed's own ZeRO stages 0, 1 and 2", GradientCommConfig
     )
     trace: TraceConfig = section("which steps are measured operation by operation", TraceConfig)
-    fused_kernels: bool = option(
-        "fused RMSNorm, SwiGLU and RoPE and the chunked loss, on a GPU", True, Rule(kind="bool")
-    )
+    fused_kernels: bool = option("fused RMSNorm, SwiGLU, RoPE and the chunked loss, on a GPU", True, Rule(kind="bool"))
     watchdog_s: float = option(
         "a phase without progress for this many seconds is reported with its name and rank; 0 turns that off",
         600.0,

@@ -18,14 +18,18 @@ from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import MIB, format_bytes, gbit_to_bytes_per_s
-from lazytrain_plugin.vocab import Fidelity
+from lazytrain_plugin.vocab import Fidelity, Shard
 
 EXAMPLE_BYTES = {"32 MiB": 32 * MIB, "32 KiB": 32 * 1024}
 
 
-def wire_bytes_per_element(nodes: int) -> dict[int, float]:
-    """Both ways of an all-reduce: in codes, or sums in fp32, as `gradient_comm.bits` says."""
-    return {8: coded_bytes_per_element(nodes), 16: FP32_WIRE_BYTES}
+def wire_bytes_per_element(nodes: int, *, shards_job: bool = False) -> dict[int, float]:
+    """What is sent of a gradient's element, in codes, or sums in fp32, as `gradient_comm.bits` says: both ways of an
+    all-reduce, or one where states are divided over the job."""
+    return {
+        8: coded_bytes_per_element(nodes, of_parts=shards_job),
+        16: FP32_WIRE_BYTES / 2 if shards_job else FP32_WIRE_BYTES,
+    }
 
 
 def cluster_of(
@@ -36,6 +40,7 @@ def cluster_of(
     network_gbit: float | None,
     inside_gbit: float | None,
     gradient_bits: int | None,
+    shard: Shard = Shard.NODE,
 ) -> Cluster | None:
     """The cluster of the command's options; None for one rank.
 
@@ -56,13 +61,15 @@ def cluster_of(
     if bits not in (8, 16):
         raise ConfigError(f"--gradient-bits is {bits}; gradients travel in 8 or 16 bits")
     pcie_bytes_per_s = machine.h2d_bytes_per_s
+    shards_job = shard == Shard.JOB and nodes > 1
     return Cluster(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         network_bytes_per_s=gbit_to_bytes_per_s(network_gbit) if network_gbit is not None else pcie_bytes_per_s,
         inside_bytes_per_s=gbit_to_bytes_per_s(inside_gbit) if inside_gbit is not None else pcie_bytes_per_s,
-        wire_bytes_per_element=wire_bytes_per_element(nodes)[bits],
+        wire_bytes_per_element=wire_bytes_per_element(nodes, shards_job=shards_job)[bits],
         latency_s=TABLE_LATENCY_S,
+        shards_job=shards_job,
     )
 
 
@@ -74,7 +81,7 @@ def explain_cluster(problem: PlacementProblem, plan: PlacementPlan, cluster: Clu
     table = Table(title=title, title_justify="left")
     for column in ("gradients", "a node sends", "network works", "of it exposed", "step", "tokens/s of the job"):
         table.add_column(column, justify="left" if column == "gradients" else "right")
-    for bits, wire_bytes in wire_bytes_per_element(cluster.nodes).items():
+    for bits, wire_bytes in wire_bytes_per_element(cluster.nodes, shards_job=cluster.shards_job).items():
         variant = replace(cluster, wire_bytes_per_element=wire_bytes)
         times = predict_step(problem, plan, variant)
         planned = " (planned)" if wire_bytes == cluster.wire_bytes_per_element else ""
@@ -88,6 +95,11 @@ def explain_cluster(problem: PlacementProblem, plan: PlacementPlan, cluster: Clu
         )
     host = format_bytes(account(problem, plan).need_bytes()["cpu"])
     lines = [f"host memory of a node, its homes shared by its ranks: {host}"]
+    if cluster.shards_job:
+        sent = format_bytes(predict_step(problem, plan, cluster).weight_bytes)
+        lines.append(
+            f"optimizer states divided over all {cluster.ranks} ranks; of what a node sends, {sent} are updated weights"
+        )
     if cluster.nodes > 1:
         links = {"nodes": cluster.nodes, "ranks_per_link": cluster.ranks_per_node}
         ratios = [f"{predicted_speedup(size, gbit, **links):.1f}x for {name}" for name, size in EXAMPLE_BYTES.items()]

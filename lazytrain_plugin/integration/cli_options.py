@@ -16,7 +16,7 @@ from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, uses_nvme
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import GIB
-from lazytrain_plugin.vocab import Fidelity
+from lazytrain_plugin.vocab import Fidelity, Shard
 
 Hardware = Annotated[str, typer.Option(help="a file as in configs/hardware/, or 'this' machine")]
 SequenceLength = Annotated[int, typer.Option(min=1, help="tokens of one sequence")]
@@ -35,6 +35,12 @@ Nodes = Annotated[int, typer.Option(min=1, help="machines like this one")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="GPUs of each, like the one described")]
 PlannedNodes = Annotated[int | None, typer.Option(min=1, help="machines like this one; default: as the plan says")]
 PlannedRanks = Annotated[int | None, typer.Option(min=1, help="GPUs of each; default: as the plan says")]
+ShardOption = Annotated[
+    Shard, typer.Option("--shard", help="over which ranks optimizer states are divided: those of a node, or of the job")
+]
+PlannedShard = Annotated[
+    Shard | None, typer.Option("--shard", help="over which ranks states are divided; default: as the plan says")
+]
 NetworkGbit = Annotated[float | None, typer.Option(help="a node's link to the others, Gbit/s each way")]
 InsideGbit = Annotated[
     float | None, typer.Option(help="a GPU's link to those of its node, Gbit/s each way; default: PCIe")
@@ -65,6 +71,7 @@ class Asked:
     inside_gbit: float | None
     gradient_bits: int | None
     error_prices: Path | None
+    shard: Shard = Shard.NODE
 
     def on(self, machine: HardwareProfile) -> tuple[HardwareProfile, PlanRequest]:
         """The machine, with so much of its disk, and the request.
@@ -84,6 +91,7 @@ class Asked:
             gradient_errors=_error_prices(self.error_prices),
             local_ranks=self.ranks_per_node,
             nodes=self.nodes,
+            shard=self.shard,
         )
         if self.nvme_gib is not None:
             machine, request = _with_nvme(machine, request, self.nvme_gib)
@@ -97,6 +105,7 @@ class Asked:
             self.network_gbit,
             self.inside_gbit,
             self.gradient_bits,
+            self.shard,
         )
         return machine, replace(request, cluster=cluster)
 
@@ -131,6 +140,15 @@ def ranks_of(
     if missing:
         raise ConfigError(f"times and budgets of this plan need {' and '.join(missing)}; add what it was planned with")
     return nodes, ranks_per_node
+
+
+def shard_of(plan: PlacementPlan, given: Shard | None) -> Shard:
+    """Over which ranks the states of a plan are divided. Raises ConfigError where the option says otherwise."""
+    if given is not None and plan.shard is not None and given != plan.shard and (plan.nodes or 1) > 1:
+        raise ConfigError(
+            f"--shard is {given}, and the plan is for {plan.shard}; leave the option out, or plan again for {given}"
+        )
+    return given or plan.shard or Shard.NODE
 
 
 def _error_prices(path: Path | None) -> dict[str, dict[int, float]] | None:

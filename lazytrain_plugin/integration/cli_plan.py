@@ -31,9 +31,12 @@ from lazytrain_plugin.integration.cli_options import (
     NvmeWrites,
     PlannedNodes,
     PlannedRanks,
+    PlannedShard,
     RanksPerNode,
     SequenceLength,
+    ShardOption,
     ranks_of,
+    shard_of,
 )
 from lazytrain_plugin.integration.console import make_console
 from lazytrain_plugin.integration.meta_model import check_dtype, profile_from_config
@@ -53,7 +56,7 @@ from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.plan.timeline import build_timeline, timeline_page, with_measured
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
-from lazytrain_plugin.vocab import Fidelity
+from lazytrain_plugin.vocab import Fidelity, Shard
 
 THIS_MACHINE = "this"
 OTHER_STEP_FRAC = 0.05
@@ -88,6 +91,7 @@ def plan_command(
     evaluation_tokens: EvaluationTokens = None,
     nodes: Nodes = 1,
     ranks_per_node: RanksPerNode = 1,
+    shard: ShardOption = Shard.NODE,
     network_gbit: NetworkGbit = None,
     inside_gbit: InsideGbit = None,
     gradient_bits: GradientBits = None,
@@ -121,6 +125,7 @@ def plan_command(
             inside_gbit=inside_gbit,
             gradient_bits=gradient_bits,
             error_prices=error_prices,
+            shard=shard,
         )
         machine, request = asked.on(machine)
         plan = make_plan(profile, machine, request)
@@ -168,6 +173,7 @@ def explain_command(
     evaluation_tokens: EvaluationTokens = None,
     nodes: PlannedNodes = None,
     ranks_per_node: PlannedRanks = None,
+    shard: PlannedShard = None,
     network_gbit: NetworkGbit = None,
     inside_gbit: InsideGbit = None,
     gradient_bits: GradientBits = None,
@@ -202,6 +208,7 @@ def explain_command(
                 inside_gbit=inside_gbit,
                 gradient_bits=gradient_bits,
                 error_prices=error_prices,
+                shard=shard_of(plan, shard),
             )
             machine, request = asked.on(machine)
             problem = problem_of(plan, profile, machine, request)

@@ -35,7 +35,7 @@ from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.runtime.discovery import Discovery
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.units import gib_to_bytes
-from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
+from lazytrain_plugin.vocab import Activations, Fidelity, Shard, Tier, Updater
 
 logger = logging.getLogger(__name__)
 
@@ -135,12 +135,14 @@ class Planner:
     def _load_fixed_plan(self) -> PlacementPlan | None:
         if self._config.plan.path is None:
             return None
+        shards_job = self._ranks is not None and self._ranks.shards_job
         return load_plan_file(
             self._config.plan.path,
             {unit.name for unit in (*self._discovery.units, *self._discovery.stem)},
             state_bits=self._state_bits,
             gradient_bits=self._config.resting_gradient_bits,
             activation_bits=self._config.activation_bits,
+            shard=Shard.JOB if shards_job else Shard.NODE,
         )
 
     def first_plan(self) -> PlacementPlan:

@@ -1,4 +1,4 @@
-"""The first rank reads masters and states of which other ranks of its node hold parts on their GPUs."""
+"""The first rank reads masters and states of which other ranks hold parts: those of its node on their GPUs, or all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_by_first(state: ExecutorState, ranks: RankGroup, action: Callable[[Any]
     else:
         while (asked := ranks.from_first(_nothing, PHASE)) is not None:
             method, index, span = asked
-            if ranks.is_of_first_node:
+            if ranks.is_of_first_node or ranks.shards_job:
                 getattr(state, method)(state.records[index], span)
 
     def answer() -> Any:

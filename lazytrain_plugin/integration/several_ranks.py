@@ -26,6 +26,7 @@ from lazytrain_plugin.runtime.gradient_exchange import GradientExchange
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW
 from lazytrain_plugin.units import format_bytes, gbit_to_bytes_per_s
+from lazytrain_plugin.vocab import Shard
 
 if TYPE_CHECKING:
     from lazytrain_plugin.integration.plan_watch import ObservedStep
@@ -55,18 +56,21 @@ def make_rank_group(group: Any, device: torch.device, config: LazyTrainConfig) -
     per_node = config.gradient_comm.ranks_per_node
     topology = None if per_node is None else Topology.consecutive(size, per_node)
     # Kept for the next engine: process groups that were destroyed can't be made again (their names are taken).
-    key = tuple(dist.get_process_group_ranks(group)), device, topology
+    key = tuple(dist.get_process_group_ranks(group)), device, topology, config.shard
     world, ranks = _groups.get(key, (None, None))
     if world is not dist.group.WORLD:
-        ranks = RankGroup(device, group=group, topology=topology)
+        ranks = RankGroup(device, group=group, topology=topology, shard=Shard(config.shard))
         _groups[key] = dist.group.WORLD, ranks
-    logger.info("training on %s; the ranks of a node have one copy of the model", ranks.hops.topology.describe())
+    over = "divided over all ranks" if ranks.shards_job else "on each node"
+    text = "training on %s; the ranks of a node have one copy of the weights; optimizer states are %s"
+    logger.info(text, ranks.hops.topology.describe(), over)
     return ranks
 
 
 def make_between_nodes(ranks: RankGroup, config: LazyTrainConfig) -> BetweenNodes:
     """How the nodes of this job average gradients; every rank makes one at the same point."""
-    return BetweenNodes(ranks.hops, config.wire_gradient_bits, config.gradient_comm.smallest_bucket_elements)
+    smallest = config.gradient_comm.smallest_bucket_elements
+    return BetweenNodes(ranks.hops, config.wire_gradient_bits, smallest, of_parts=ranks.shards_job)
 
 
 def links_of(ranks: RankGroup, between: BetweenNodes, config: LazyTrainConfig) -> Cluster | None:
@@ -80,12 +84,13 @@ def links_of(ranks: RankGroup, between: BetweenNodes, config: LazyTrainConfig) -
     given_gbit = config.gradient_comm.network_gbit
     links = measure_links(ranks.hops, between, network=given_gbit is None)
     in_codes = between.off_because is None and between.smallest_bucket_elements < threshold.NEVER
-    wire_bytes = coded_bytes_per_element(nodes) if in_codes else FP32_WIRE_BYTES
+    fp32_bytes = FP32_WIRE_BYTES / 2 if ranks.shards_job else FP32_WIRE_BYTES
+    wire_bytes = coded_bytes_per_element(nodes, of_parts=ranks.shards_job) if in_codes else fp32_bytes
     if given_gbit is not None:
         each = {"network_bytes_per_s": gbit_to_bytes_per_s(given_gbit), "latency_s": TABLE_LATENCY_S}
     else:
         fp32, coded = (_rate(line, (nodes - 1) / nodes * size) for line, size in (
-            (links.fp32, FP32_WIRE_BYTES), (links.coded, wire_bytes)))  # fmt: skip
+            (links.fp32, fp32_bytes), (links.coded, wire_bytes)))  # fmt: skip
         network_bytes_per_s, latency_s = coded if links.coded is not None else fp32
         each = {
             "network_bytes_per_s": network_bytes_per_s,
@@ -93,6 +98,9 @@ def links_of(ranks: RankGroup, between: BetweenNodes, config: LazyTrainConfig) -
             "fp32_bytes_per_s": fp32[0],
             "fp32_latency_s": fp32[1],
         }
+        if links.weights is not None:
+            weights = _rate(links.weights, (nodes - 1) / nodes * torch.bfloat16.itemsize)
+            each |= {"weights_bytes_per_s": weights[0], "weights_latency_s": weights[1]}
     inside_bytes_per_s, inside_latency_s = _rate(links.inside, (local - 1) / local * torch.bfloat16.itemsize)
     cluster = Cluster(
         nodes=nodes,
@@ -101,6 +109,7 @@ def links_of(ranks: RankGroup, between: BetweenNodes, config: LazyTrainConfig) -
         inside_latency_s=inside_latency_s,
         wire_bytes_per_element=wire_bytes,
         fp32_below_elements=between.smallest_bucket_elements if in_codes else 0,
+        shards_job=ranks.shards_job,
         **each,
     )
     logger.info("links of this job: %s", _describe_links(cluster, given=given_gbit is not None))
@@ -133,6 +142,8 @@ def describe_exchange(exchange: GradientExchange) -> str:
     between, sizes = exchange.between, [unit.layout.state_numel for unit in exchange.units]
     sent = format_bytes(sum(map(between.sent_bytes, sizes)))
     text = f"gradients between {exchange.num_nodes} nodes: a node sends {sent} in each backward"
+    if between.of_parts:
+        text += f", and {format_bytes(sum(map(between.weight_bytes, sizes)))} of updated weights after each step"
     in_fp32 = [size for size in sizes if not between.uses_codes(size)]
     if between.off_because is not None:
         return f"{text}, all in fp32 ({between.off_because})"
@@ -168,7 +179,8 @@ def shared_hardware(profile: HardwareProfile, ranks: RankGroup) -> HardwareProfi
 
 def shared_request(request: PlanRequest, ranks: RankGroup, links: Cluster | None) -> PlanRequest:
     """What is asked of the planner where ranks of a machine train together."""
-    return replace(request, local_ranks=ranks.local_size, nodes=ranks.num_nodes, cluster=links)
+    shard = Shard.JOB if ranks.shards_job else Shard.NODE
+    return replace(request, local_ranks=ranks.local_size, nodes=ranks.num_nodes, shard=shard, cluster=links)
 
 
 class AgreedPlanner:

@@ -111,7 +111,7 @@ def is_streamed(unit: UnitPlan) -> bool:
 
 def updates_meet_at_home(cost: UnitCost, unit: UnitPlan) -> bool:
     """Several ranks update a part each while the states pass their GPUs; new weights are fetched from the host."""
-    return cost.ranks > 1 and unit.streams_states and cost.num_trainable > 0
+    return cost.parts > 1 and unit.streams_states and cost.num_trainable > 0
 
 
 def sends_gradients(cost: UnitCost, unit: UnitPlan) -> bool:
@@ -121,7 +121,7 @@ def sends_gradients(cost: UnitCost, unit: UnitPlan) -> bool:
 
 def takes_gradient_slot(cost: UnitCost, unit: UnitPlan) -> bool:
     """The gradients leave where autograd made them: off the GPU, or for those of other ranks."""
-    return cost.num_trainable > 0 and (unit.states != Tier.GPU or cost.ranks > 1)
+    return cost.num_trainable > 0 and (unit.states != Tier.GPU or cost.parts > 1)
 
 
 def offloaded_bytes(cost: UnitCost, unit: UnitPlan, tiers: Sequence[Tier] = (Tier.CPU, Tier.NVME)) -> int:

@@ -69,7 +69,7 @@ def add_slot_sizes(model: highspy.Highs, problem: PlacementProblem, v: Variables
     for u, cost in enumerate(problem.units):
         model.addConstr(v.weight_slot_mib >= mib(cost.weight_bytes) * v.streamed(u), name=name("weight_slot", u))
         if cost.num_trainable:
-            takes = 1 if cost.ranks > 1 else v.sends(u)
+            takes = 1 if cost.parts > 1 else v.sends(u)
             model.addConstr(v.gradient_slot_mib >= mib(cost.gradient_bytes) * takes, name=name("gradient_slot", u))
         if not _is_zero(v.streams_states(u)):
             states = mib(cost.state_slot_bytes) * v.streams_states(u)
@@ -315,7 +315,7 @@ def _head_gradient_mib(problem: PlacementProblem, v: Variables, *, on_its_way: b
             total = total + mib(cost.gradient_bytes)
         elif cost.role == UnitRole.HEAD:
             stays = 0 if problem.has_accumulation else v.stem_on_gpu[s]
-            leaves = (1 if cost.ranks > 1 else 1 - v.stem_on_gpu[s]) if on_its_way else 0
+            leaves = (1 if cost.parts > 1 else 1 - v.stem_on_gpu[s]) if on_its_way else 0
             total = total + mib(cost.resident_gradient_bytes) * stays + mib(cost.gradient_bytes) * leaves
     return total
 

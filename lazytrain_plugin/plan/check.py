@@ -8,12 +8,12 @@ from itertools import zip_longest
 from lazytrain_plugin.errors import InfeasiblePlanError, PlanMismatchError
 from lazytrain_plugin.plan.accounting import Ledger, account, nvme_bytes_allowed_per_step, nvme_written_bytes
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, build_problem
-from lazytrain_plugin.plan.request import PlanRequest
-from lazytrain_plugin.plan.result import PlacementPlan
+from lazytrain_plugin.plan.request import NVME_AND_JOB, PlanRequest
+from lazytrain_plugin.plan.result import PlacementPlan, uses_nvme
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
 from lazytrain_plugin.units import format_bytes
-from lazytrain_plugin.vocab import Fidelity, Tier
+from lazytrain_plugin.vocab import Fidelity, Shard, Tier
 
 
 def check_plan(
@@ -67,16 +67,18 @@ def check_plan(
 
 
 def load_plan_file(
-    path: str, unit_names: set[str], *, state_bits: int, gradient_bits: int, activation_bits: int
+    path: str, unit_names: set[str], *, state_bits: int, gradient_bits: int, activation_bits: int, shard: Shard
 ) -> PlacementPlan:
     """The plan that a user gives for a job, if it is of this model and keeps what the job asks for.
 
     Args:
         unit_names: the model's units, and those of its stem.
         state_bits, gradient_bits, activation_bits: the fewest that the job allows.
+        shard: over which ranks this job divides states.
 
     Raises:
-        PlanMismatchError: other units than the model's, or fewer bits than the job allows.
+        PlanMismatchError: other units than the model's, fewer bits than the job allows, or a plan for states that are
+            divided over more ranks.
     """
     plan = PlacementPlan.load(path)
     every_unit = (*plan.units, *plan.stem)
@@ -88,6 +90,13 @@ def load_plan_file(
         raise PlanMismatchError(
             f"{path} is not a plan of this model: it {' and '.join(odd)}; make one with `lazytrain plan`"
         )
+    if plan.shard == Shard.JOB and shard == Shard.NODE:
+        raise PlanMismatchError(
+            f"{path} is for optimizer states that are divided over {plan.nodes} nodes, and here each node has all of "
+            'them; set "shard": "job" in a job of several nodes, or plan again'
+        )
+    if shard == Shard.JOB and uses_nvme(plan):
+        raise PlanMismatchError(f"{path} has something on NVMe: {NVME_AND_JOB}")
     for what, key, least, bits_of in (
         ("optimizer states", "optimizer.state_bits", state_bits, lambda unit: unit.state_bits),
         ("gradients", "gradients.bits", gradient_bits, lambda unit: unit.gradient_bits),

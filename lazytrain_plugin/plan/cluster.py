@@ -40,6 +40,12 @@ class Cluster:
     fp32_bytes_per_s: float | None = None
     """Of the network for those; None: as for the others. Measured rates differ: codes are made on the way."""
     fp32_latency_s: float | None = None
+    shards_job: bool = False
+    """States are divided over all ranks: gradients go to the ranks that update them and not back, and nodes send each
+    other updated weights."""
+    weights_bytes_per_s: float | None = None
+    """Of the network for updated weights; None: as for gradients."""
+    weights_latency_s: float | None = None
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.ranks_per_node) < 1:
@@ -52,10 +58,12 @@ class Cluster:
         measurements that differ a little."""
         rates = {
             name: 2.0 ** round(math.log2(rate))
-            for name in ("network_bytes_per_s", "inside_bytes_per_s", "fp32_bytes_per_s")
+            for name in ("network_bytes_per_s", "inside_bytes_per_s", "fp32_bytes_per_s", "weights_bytes_per_s")
             if (rate := getattr(self, name)) is not None
         }
-        return replace(self, **rates, latency_s=0.0, inside_latency_s=0.0, fp32_latency_s=None, fp32_below_elements=0)
+        none = dict.fromkeys(("latency_s", "inside_latency_s"), 0.0)
+        same = dict.fromkeys(("fp32_latency_s", "weights_latency_s"))
+        return replace(self, **rates, **none, **same, fp32_below_elements=0)
 
     @property
     def ranks(self) -> int:
@@ -67,7 +75,8 @@ class Cluster:
 
     def wire_bytes(self, num_elements: int) -> float:
         """What leaves (and enters) a node to reduce so many elements, by all its ranks together."""
-        each = FP32_WIRE_BYTES if self.in_fp32(num_elements) else self.wire_bytes_per_element
+        in_fp32 = FP32_WIRE_BYTES / 2 if self.shards_job else FP32_WIRE_BYTES
+        each = in_fp32 if self.in_fp32(num_elements) else self.wire_bytes_per_element
         return (self.nodes - 1) / self.nodes * num_elements * each
 
     def reduce_s(self, num_elements: int) -> float:
@@ -79,6 +88,18 @@ class Cluster:
             latency_s = latency_s if self.fp32_latency_s is None else self.fp32_latency_s
             bytes_per_s = self.fp32_bytes_per_s or bytes_per_s
         return latency_s + self.wire_bytes(num_elements) / bytes_per_s
+
+    def spread_bytes(self, num_bytes: float) -> float:
+        """What leaves (and enters) a node for so many bytes of updated weights, by all its ranks together."""
+        return (self.nodes - 1) / self.nodes * num_bytes if self.shards_job else 0.0
+
+    def spread_s(self, num_bytes: float) -> float:
+        """What so many bytes of updated weights take to come to the other nodes."""
+        sent_bytes = self.spread_bytes(num_bytes)
+        if not sent_bytes:
+            return 0.0
+        latency_s = self.latency_s if self.weights_latency_s is None else self.weights_latency_s
+        return latency_s + sent_bytes / (self.weights_bytes_per_s or self.network_bytes_per_s)
 
     def inside_s(self, num_bytes: int) -> float:
         """One exchange of a unit's parts inside a node."""
@@ -93,9 +114,16 @@ def on_cluster(problem: PlacementProblem, cluster: Cluster | None) -> PlacementP
 
     def meeting(cost):
         if cluster is None:
-            return replace(cost, exchange_s=0.0, network_s=0.0, gather_s=0.0)
+            return replace(cost, exchange_s=0.0, network_s=0.0, gather_s=0.0, spread_s=0.0)
         between_s = cluster.reduce_s(cost.num_trainable)
-        inside_s = cluster.inside_s(cost.gradient_bytes if cost.num_trainable else 0)
-        return replace(cost, exchange_s=inside_s + between_s, network_s=between_s, gather_s=inside_s)
+        trained_bytes = cost.gradient_bytes if cost.num_trainable else 0
+        inside_s, spread_s = cluster.inside_s(trained_bytes), cluster.spread_s(trained_bytes)
+        return replace(
+            cost,
+            exchange_s=inside_s + between_s,
+            network_s=between_s,
+            gather_s=inside_s + spread_s,
+            spread_s=spread_s,
+        )
 
     return replace(problem, units=tuple(map(meeting, problem.units)), stem=tuple(map(meeting, problem.stem)))

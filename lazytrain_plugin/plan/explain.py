@@ -14,7 +14,7 @@ from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes
 from lazytrain_plugin.profile.model import ModelProfile, TensorProfile
 from lazytrain_plugin.units import format_bytes
-from lazytrain_plugin.vocab import Activations, Fidelity, Tier
+from lazytrain_plugin.vocab import Activations, Fidelity, Shard, Tier
 
 TIER_NAMES = {"gpu": "GPU", "cpu": "host", "nvme": "NVMe"}
 OUTSIDE_STEP_NAMES = {"checkpoint": "saving", "evaluation": "an evaluation"}
@@ -107,6 +107,8 @@ def _summary(plan: PlacementPlan, times: StepTimes | None) -> Text:
     coded = plan.fidelity == Fidelity.EXACT and any(unit.state_bits == 8 for unit in (*plan.units, *plan.stem))
     but = " but for 8-bit optimizer states" if coded else ""
     text = f"fidelity {plan.fidelity}{but}, {plan.weight_slots} weight slots, {plan.gradient_slots} gradient slots"
+    if plan.shard == Shard.JOB:
+        text += f", states divided over all {plan.nodes * plan.local_ranks} ranks of the job"
     if plan.max_tokens is not None:
         text += f", micro-batches of up to {plan.max_tokens} tokens"
     if times is not None:

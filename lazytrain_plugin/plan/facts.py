@@ -50,6 +50,8 @@ class Facts:
     meets_s: float
     """Of its gradients with those of other ranks."""
     gather_s: float
+    spread_s: float
+    """Of new weights to other nodes, where they are updated in host memory."""
     send_s: float
     add_s: float
     gpu_update_s: float
@@ -115,6 +117,7 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         backward_s=again_s(cost, unit) + cost.backward_s,
         meets_s=cost.exchange_s,
         gather_s=cost.gather_s,
+        spread_s=cost.spread_s if sends else 0.0,
         send_s=cost.gradient_d2h_s,
         add_s=cost.accumulate_s,
         gpu_update_s=cost.own_update_s,

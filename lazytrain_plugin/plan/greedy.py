@@ -27,7 +27,7 @@ from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile, UnitRole
-from lazytrain_plugin.vocab import Activations, Tier
+from lazytrain_plugin.vocab import Activations, Shard, Tier
 
 COARSE_COUNTS = 16
 PROMISING = 3
@@ -257,6 +257,7 @@ def empty_plan(problem: PlacementProblem, units: Sequence[UnitPlan], stem: Seque
         max_tokens=problem.max_tokens,
         nodes=problem.nodes,
         local_ranks=problem.local_ranks,
+        shard=Shard.JOB if problem.shards_job else Shard.NODE,
         digests=problem.digests,
     )
 

@@ -8,8 +8,9 @@ buffers and a process of its own.
 The exchange. Of each unit, in each micro-batch's backward as soon as its gradients are computed, the ranks of a node
 exchange their parts over the links inside it, and nodes average those over the network. One unit follows the other, and
 backward waits where more gradients would be under way than there are slots for. The next step begins when the last has
-arrived, because the clip factor needs all of them. `PlanRequest.cluster` gives the planner the links, and the simulator
-replays the exchange as a resource of its own; here is what of the step it is.
+arrived, because the clip factor needs all of them. Where states are divided over the whole job, updated weights cross
+the network as well, unit by unit before the forward that needs them. `PlanRequest.cluster` gives the planner the links,
+and the simulator replays the exchange as a resource of its own; here is what of the step it is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class ClusterTimes:
     exposed_s: float
     """What of the exchange, inside nodes and between them, nothing hides."""
     wire_bytes: float
-    """What a node sends in a step."""
+    """What a node sends in a step, gradients and updated weights."""
+    weight_bytes: float
+    """Of it updated weights."""
     rank: StepTimes
     """The step without the exchange."""
 
@@ -51,10 +54,13 @@ def predict_step(problem: PlacementProblem, plan: PlacementPlan, cluster: Cluste
     alone = simulate(on_cluster(problem, None), plan)
     step_s = simulate(meeting, plan).step_s
     costs = (*meeting.units, *meeting.stem)
+    weight_bytes = sum(cluster.spread_bytes(cost.gradient_bytes) for cost in costs if cost.num_trainable)
+    gradient_bytes = problem.accumulation_steps * sum(cluster.wire_bytes(cost.num_trainable) for cost in costs)
     return ClusterTimes(
         step_s=step_s,
-        network_s=problem.accumulation_steps * sum(cost.network_s for cost in costs),
+        network_s=sum(problem.accumulation_steps * cost.network_s + cost.spread_s for cost in costs),
         exposed_s=max(0.0, step_s - alone.step_s),
-        wire_bytes=problem.accumulation_steps * sum(cluster.wire_bytes(cost.num_trainable) for cost in costs),
+        wire_bytes=gradient_bytes + weight_bytes,
+        weight_bytes=weight_bytes,
         rank=alone,
     )

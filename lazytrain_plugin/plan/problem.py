@@ -117,6 +117,8 @@ class PlacementProblem:
     """Ranks of the machine. Costs and GPU memory are one rank's, host memory and NVMe all ranks' together."""
     nodes: int = 1
     """Machines like this one."""
+    shards_job: bool = False
+    """States are divided over all ranks of all machines."""
 
     @property
     def has_accumulation(self) -> bool:
@@ -125,7 +127,12 @@ class PlacementProblem:
     @property
     def divides_updates(self) -> bool:
         """Each of several ranks updates a part of every unit; new weights meet in host memory."""
-        return self.local_ranks > 1
+        return self.local_ranks > 1 or self.shards_job
+
+    @property
+    def spreads(self) -> bool:
+        """Updated weights in host memory go to the other nodes, on links that are known."""
+        return any(cost.spread_s for cost in (*self.units, *self.stem))
 
     @property
     def exchanges(self) -> bool:
@@ -200,7 +207,8 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         bits = request.embedding_state_bits if unit.role == UnitRole.EMBEDDING else request.state_bits
         cost = _unit_cost(unit, hardware, request.max_tokens, bits, request.accumulation_steps, saving)
         cost = _with_codes(cost, unit, hardware, request)
-        return cost if ranks == 1 else cost.divided(ranks)
+        sharing_nodes = request.nodes if request.shards_job else 1
+        return cost if ranks * sharing_nodes == 1 else cost.divided(ranks, sharing_nodes)
 
     problem = PlacementProblem(
         units=tuple(cost(unit) for unit in model.units),
@@ -237,6 +245,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
         digests={"hardware": machine.digest, "model": model.digest},
         local_ranks=ranks,
         nodes=request.nodes,
+        shards_job=request.shards_job,
         exchange_bytes=_exchange_bytes(model, request),
     )
     return problem if request.cluster is None else on_cluster(problem, request.cluster)
@@ -248,7 +257,8 @@ def _exchange_bytes(model: ModelProfile, request: PlanRequest) -> int:
     units = (*model.units, *model.stem)
     largest = max((unit.num_trainable for unit in units), default=0)
     # Of two units this rank's part of the mean: one is made while one is on its way home.
-    means = 2 * max((unit.gradient_bytes for unit in units), default=0) // request.local_ranks
+    parts = request.local_ranks * (request.nodes if request.shards_job else 1)
+    means = 2 * max((unit.gradient_bytes for unit in units), default=0) // parts
     return EXCHANGE_BYTES_PER_ELEMENT * min(EXCHANGE_ELEMENTS, largest) + means
 
 

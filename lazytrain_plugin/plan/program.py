@@ -59,6 +59,7 @@ def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.V
     capacity.add_backward_capacity(model, problem, v)
     capacity.add_evaluation_capacity(model, problem, v)
     timing_forward.add_updates(model, problem, v)
+    timing_forward.add_spread(model, problem, v)
     timing_forward.add_disk(model, problem, v)
     timing_forward.add_forward_weights(model, problem, v)
     timing_forward.add_forward(model, problem, v)

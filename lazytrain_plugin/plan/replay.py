@@ -43,15 +43,8 @@ class Candidate:
 
 def candidate_of(plan: PlacementPlan, units: tuple[UnitPlan, ...]) -> Candidate:
     """The plan with other units."""
-    return Candidate(
-        units=units,
-        stem=plan.stem,
-        weight_slots=plan.weight_slots,
-        gradient_slots=plan.gradient_slots,
-        state_slots=plan.state_slots,
-        activation_slots=plan.activation_slots,
-        nvme_slots=plan.nvme_slots,
-    )
+    slots = plan.weight_slots, plan.gradient_slots, plan.state_slots, plan.activation_slots, plan.nvme_slots
+    return Candidate(units, plan.stem, *slots)
 
 
 Judged = PlacementPlan | Candidate
@@ -271,6 +264,8 @@ class _Replay:
             self._renew(first)
         end_s = max((weight_s[place] for place, _ in first), default=0.0)
         for place, fact in enumerate(self.units):
+            if fresh and fact.spread_s:
+                self.exchange_s = weight_s[place] = max(self.exchange_s, weight_s[place]) + fact.spread_s
             if fact.streamed:
                 ready_s = self._weights_arrive(place, fact, fresh=fresh)
             else:
@@ -373,6 +368,8 @@ class _Replay:
 
     def _renew(self, stem: list[tuple[int, Facts]]) -> None:
         for place, fact in stem:
+            if fact.spread_s:
+                self.exchange_s = self.weight_s[place] = max(self.exchange_s, self.weight_s[place]) + fact.spread_s
             if fact.updates == PASSING:
                 self._pass(place, fact, self.weight_s[place], 0.0)
             elif fact.updates == ON_WORKER and not fact.streamed:

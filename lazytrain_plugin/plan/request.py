@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.cluster import Cluster
 from lazytrain_plugin.units import GIB
-from lazytrain_plugin.vocab import LEAST_ACTIVATION_BITS, Activations, Fidelity
+from lazytrain_plugin.vocab import LEAST_ACTIVATION_BITS, Activations, Fidelity, Shard
 
 WEIGHT_SLOTS = 3
 GRADIENT_SLOTS = 2
@@ -66,6 +66,12 @@ RUNTIME_CAPABILITIES = replace(Capabilities.everything(), nvme=False)
 """What the executor of this version carries out wherever it runs; NVMe needs a folder."""
 
 
+NVME_AND_JOB = (
+    '"shard": "job" divides optimizer states in host and GPU memory over all ranks, and can\'t have anything on NVMe '
+    '(nvme_path, --nvme-gib); leave the disk out, or write "shard": "node"'
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """Sizes, budgets and freedoms of one plan.
@@ -101,6 +107,8 @@ class PlanRequest:
     memory and NVMe are the machine's, for all of them; what is asked for otherwise is one rank's."""
     nodes: int = 1
     """Machines like this one, each with a copy of the model."""
+    shard: Shard = Shard.NODE
+    """Over which ranks optimizer states are divided: those of a machine, or all."""
     cluster: Cluster | None = None
     """The links on which those ranks exchange gradients; None: that is taken to cost nothing."""
     evaluation_tokens: int | None = None
@@ -114,6 +122,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fidelity", Fidelity(self.fidelity))
+        object.__setattr__(self, "shard", Shard(self.shard))
         if self.state_bits is None:
             object.__setattr__(self, "state_bits", 32 if self.fidelity == Fidelity.EXACT else 8)
         if self.embedding_state_bits is None:
@@ -139,6 +148,13 @@ class PlanRequest:
                 f"the links are those of {self.cluster.nodes} nodes of {self.cluster.ranks_per_node} ranks, and the "
                 f"plan is for {self.nodes} of {self.local_ranks}; give the same numbers"
             )
+        if self.cluster is not None and self.cluster.shards_job != self.shards_job:
+            raise ConfigError(
+                f'the links are those of a job that divides states otherwise than "shard": "{self.shard}" does; give '
+                "the same to both"
+            )
+        if self.shards_job and self.capabilities.nvme:
+            raise ConfigError(NVME_AND_JOB)
         for tier in ("gpu", "cpu", "nvme"):
             budget_bytes = getattr(self, f"{tier}_budget_bytes")
             # 0 is a way to say "no NVMe".
@@ -148,3 +164,8 @@ class PlanRequest:
                 )
         if self.nvme_write_bytes_per_day is not None and self.nvme_write_bytes_per_day <= 0:
             raise ConfigError(f"nvme_write_bytes_per_day is {self.nvme_write_bytes_per_day}; give a size above 0")
+
+    @property
+    def shards_job(self) -> bool:
+        """States are divided over several machines."""
+        return self.shard == Shard.JOB and self.nodes > 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from lazytrain_plugin.errors import PlanMismatchError
 from lazytrain_plugin.plan.edges import check_edges
 from lazytrain_plugin.profile._json import check_keys
-from lazytrain_plugin.vocab import Activations, Fidelity, Tier, Updater
+from lazytrain_plugin.vocab import Activations, Fidelity, Shard, Tier, Updater
 
 SCHEMA_VERSION = 2
 ACTIVATION_BITS = (16, 8, 6, 5, 4)
@@ -132,6 +132,8 @@ class PlacementPlan:
     nodes: int | None = None
     local_ranks: int | None = None
     """Machines, and ranks of each, that it was planned for; None: unknown."""
+    shard: Shard | None = None
+    """Over which ranks optimizer states are divided; None: unknown."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digests of the inputs: config, hardware profile, model profile."""
     schema_version: int = SCHEMA_VERSION
@@ -189,6 +191,7 @@ class PlacementPlan:
             for part in ("units", "stem"):
                 raw[part] = tuple(_unit_from_dict(unit) for unit in raw[part])
             raw["fidelity"] = Fidelity(raw["fidelity"])
+            raw["shard"] = Shard(raw["shard"]) if raw.get("shard") else None
             return cls(**raw)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"it has no {error}" if isinstance(error, KeyError) else error

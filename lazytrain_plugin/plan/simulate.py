@@ -20,6 +20,7 @@ from lazytrain_plugin.plan.accounting import (
     is_streamed,
     nvme_updated_bytes,
     offloaded_bytes,
+    sends_gradients,
     updates_meet_at_home,
 )
 from lazytrain_plugin.plan.activation_traffic import ActivationTraffic
@@ -145,6 +146,7 @@ class _Step:
         for cost, unit in self.units:
             if fresh:
                 self._begin_divided(cost)
+                self._spread(cost, unit)
                 if self._is_published(cost, unit):
                     self._publish_one(cost)
             ready_s = self._weights_arrive(cost, unit, "forward", fresh=fresh)
@@ -294,10 +296,18 @@ class _Step:
         """Brings the stem's weights up to date where its states rest off the GPU."""
         for cost, unit in stem:
             self._begin_divided(cost)
+            self._spread(cost, unit)
             if self._is_published(cost, unit):
                 self._publish_one(cost)
             elif unit.streams_states:
                 self._streamed_update(cost, unit, self.weight_s[cost.name], 0.0)
+
+    def _spread(self, cost: UnitCost, unit: UnitPlan) -> None:
+        """New weights in host memory come to the other nodes, in forward order."""
+        if cost.spread_s and sends_gradients(cost, unit):
+            self.weight_s[cost.name] = self.clock.run(
+                f"weights {cost.name} (nodes)", Resource.EXCHANGE, cost.spread_s, self.weight_s[cost.name]
+            )
 
     @staticmethod
     def _is_published(cost: UnitCost, unit: UnitPlan) -> bool:

@@ -21,7 +21,7 @@ RESOURCE_NAMES = {
     Resource.WORKER: "CPU updates",
     Resource.NVME_READ: "NVMe reads",
     Resource.NVME_WRITE: "NVMe writes",
-    Resource.EXCHANGE: "exchange of gradients",
+    Resource.EXCHANGE: "exchange between ranks",
 }
 
 
@@ -43,6 +43,9 @@ def _memory(problem: PlacementProblem, plan: PlacementPlan) -> list[str]:
         if tier != "gpu" and problem.local_ranks > 1:
             need += f" for {problem.local_ranks} ranks"
         lines.append(f"{TIER_NAMES[tier] + ':':<6}{need} ({most})")
+    if problem.shards_job:
+        num_ranks = problem.nodes * problem.local_ranks
+        lines.append(f"optimizer states are divided over all {num_ranks} ranks: a node has 1/{problem.nodes} of them")
     return lines
 
 

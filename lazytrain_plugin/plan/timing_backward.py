@@ -18,6 +18,7 @@ from lazytrain_plugin.plan.timing_forward import (
     last_sent_ms,
     loss_ms,
     returns_weights,
+    spread_ms,
     tail_ms,
     worker_ms,
 )
@@ -356,6 +357,7 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         down = down + states + micro_batches * per_micro
         if problem.exchanges:
             meets = meets + ms(micro_batches * cost.exchange_s) + ms(cost.gather_s) * v.homes["resident"][u]
+            meets = meets + spread_ms(cost, v.sends(u))
         changed, parked = nvme_updated_mib(cost, v, u), micro_batches * problem.local_ranks * parked_mib(problem, v, u)
         gradients = micro_batches * mib(_summed_bytes(cost)) * v.gradients_on_nvme(u)
         # What ran last is still in memory.
@@ -368,6 +370,7 @@ def add_step_time(model: highspy.Highs, problem: PlacementProblem, v: Variables)
         down = down + ms(micro_batches * cost.gradient_d2h_s) * sends
         if problem.exchanges:
             meets = meets + ms(micro_batches * cost.exchange_s) + ms(cost.gather_s) * v.stem_on_gpu[s]
+            meets = meets + spread_ms(cost, sends)
         returned = cost.streamed_out_bytes + (cost.returned_weight_bytes if problem.divides_updates else 0)
         down = down + ms(problem.d2h_s(returned)) * v.stem_streams[s]
     read = ms(problem.nvme_read_s(MIB)) * read_mib + ms(problem.nvme_read_delay_s(MIB)) * written_mib

@@ -64,6 +64,46 @@ def worker_ms(problem: PlacementProblem, v: Variables, u: int) -> Expression:
     return ms(cost.cpu_update_s) * v.on_worker(u) + delay
 
 
+def add_spread(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
+    """Updated weights come to the other nodes in forward order, after the gathers of what GPUs have updated (Eq. 10a).
+
+    spread(u) >= spread(u-1) + spread time(u) sends(u);  spread(u) >= updated(u) + the same
+    spread(u) >= states_back(u) - ahead (1 - streams_states(u)) + the same
+    spread(0) >= all gathers + the same. Rows: `spread...(u)`.
+    """
+    if not problem.spreads:
+        return
+    before = sum(_gather_ms(cost, v.homes["resident"][u]) for u, cost in enumerate(problem.units))
+    before = before + sum(_gather_ms(cost, v.stem_on_gpu[s]) for s, cost in enumerate(problem.stem))
+
+    def add(label, spread, updated, duration: Expression) -> None:
+        nonlocal before
+        model.addConstr(spread >= before + duration, name=name("spread_order", label))
+        model.addConstr(spread >= updated + duration, name=name("spread", label))
+        before = spread
+
+    def add_stem(s: int) -> None:
+        cost = problem.stem[s]
+        duration = spread_ms(cost, 1 - v.stem_on_gpu[s])
+        add(cost.name, v.stem_spread_ms[s], v.stem_updated_ms[s], duration)
+
+    for s in stem_indices(problem, first=True):
+        add_stem(s)
+    for u, cost in enumerate(problem.units):
+        duration = spread_ms(cost, v.sends(u))
+        add(u, v.spread_ms[u], v.updated_ms[u], duration)
+        if has_streams(v, u):
+            back = v.states_back_ms[u] - _ahead_ms(problem, u) * (1 - v.streams_states(u))
+            model.addConstr(v.spread_ms[u] >= back + duration, name=name("spread_states", u))
+    for s in stem_indices(problem, first=False):
+        add_stem(s)
+
+
+def spread_ms(cost: UnitCost, sends: Expression) -> Expression:
+    """What a unit's updated weights in host memory take to come to the other nodes."""
+    return ms(cost.spread_s) * sends
+
+
 def add_disk(model: highspy.Highs, problem: PlacementProblem, v: Variables) -> None:
     """NVMe reads and writes of updates, each in forward order, through D staging buffers (Eq. 11).
 
@@ -107,6 +147,7 @@ def add_forward_weights(model: highspy.Highs, problem: PlacementProblem, v: Vari
 
     forward_weights(u) >= forward_weights(u-1) + copy(u) (streamed(u) + mirror(u)) + states_in(u) streams_states(u)
     forward_weights(u) >= updated(u)           + the same
+    forward_weights(u) >= spread(u)            + copy(u) (streamed(u) + mirror(u)), where nodes divide states
     forward_weights(u) >= forward(u-P)         + copy(u) streamed(u)
     forward_weights(u) >= states_back(u-S)     + states_in(u) streams_states(u) where a slot holds a unit's states; else
     forward_weights(u) >= states_back(u-1) - (S-1) chunks out of u-1 + states_in(u) - ahead (1 - streams_states(u))
@@ -132,6 +173,8 @@ def add_forward_weights(model: highspy.Highs, problem: PlacementProblem, v: Vari
         if before is not None:
             model.addConstr(arrives >= before + duration, name=name("weights_order", u))
         model.addConstr(arrives >= v.updated_ms[u] + duration, name=name("weights_updated", u))
+        if v.spread_ms:
+            model.addConstr(arrives >= v.spread_ms[u] + copy * copied, name=name("weights_spread", u))
         if u >= problem.weight_slots:
             slot_free = v.forward_ms[u - problem.weight_slots]
             model.addConstr(arrives >= slot_free + copy * v.streamed(u), name=name("weights_slot", u))
@@ -301,6 +344,8 @@ def _add_stem_copy(model, problem: PlacementProblem, v: Variables, s: int, befor
     if before is not None:
         model.addConstr(arrives >= before + duration, name=name("weights_order", cost.name))
     model.addConstr(arrives >= v.stem_updated_ms[s] + duration, name=name("weights_updated", cost.name))
+    if v.stem_spread_ms:
+        model.addConstr(arrives >= v.stem_spread_ms[s] + copy, name=name("weights_spread", cost.name))
     return arrives
 
 

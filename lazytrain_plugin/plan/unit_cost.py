@@ -102,9 +102,13 @@ class UnitCost:
     network_s: float = 0.0
     """Between nodes alone."""
     gather_s: float = 0.0
-    """What every rank's part of updated weights takes to come to all ranks of the node."""
+    """What every rank's part of updated weights takes to come to the GPUs of all ranks that have one."""
+    spread_s: float = 0.0
+    """What updated weights in host memory take to come to the other nodes."""
     ranks: int = 1
     """Ranks of the machine among which the unit's update is divided."""
+    nodes: int = 1
+    """Machines among which it is divided too. Bytes of states, gradients at rest and sums are those of one of them."""
     strategies: Mapping[Activations, StrategyCost] = field(default_factory=dict)
     """Other than KEEP. RECOMPUTE is there where less than the whole forward runs again."""
 
@@ -122,7 +126,12 @@ class UnitCost:
     @property
     def gradient_rest_bytes(self) -> int:
         """Gradients at rest, and on their way there. While autograd makes them they take `gradient_bytes`."""
-        return self.gradient_code_bytes or self.gradient_bytes
+        return self.gradient_code_bytes or -(-self.gradient_bytes // self.nodes)
+
+    @property
+    def parts(self) -> int:
+        """Ranks among which the unit's update is divided, over all machines."""
+        return self.ranks * self.nodes
 
     @property
     def rest_state_bytes(self) -> int:
@@ -147,7 +156,7 @@ class UnitCost:
     @property
     def resident_gradient_bytes(self) -> int:
         """Gradients that stay on the GPU for such an update: of several ranks each keeps its part of the mean."""
-        return -(-self.gradient_bytes // self.ranks)
+        return -(-self.gradient_bytes // self.parts)
 
     @property
     def streamed_in_bytes(self) -> int:
@@ -156,7 +165,7 @@ class UnitCost:
         With several ranks it is each one's part, and that of the weights goes along.
         """
         states = self.rest_state_bytes + (self.accumulator_bytes or self.gradient_rest_bytes)
-        return states if self.ranks == 1 else (states + self.weight_bytes) // self.ranks
+        return states if self.parts == 1 else (states + self.weight_bytes // self.nodes) // self.ranks
 
     @property
     def streamed_out_bytes(self) -> int:
@@ -166,7 +175,7 @@ class UnitCost:
     @property
     def returned_weight_bytes(self) -> int:
         """New weights that come back from a streamed update, where they rest on the host or have a copy there."""
-        return self.weight_bytes // self.ranks
+        return self.weight_bytes // self.parts
 
     @property
     def kernel_wait_s(self) -> float:
@@ -176,7 +185,7 @@ class UnitCost:
     @property
     def own_update_s(self) -> float:
         """The GPU's time for an update, of several ranks for its part."""
-        return self.gpu_update_s / self.ranks
+        return self.gpu_update_s / self.parts
 
     def planned_bits(self, activations: Activations) -> int:
         """In how many bits the planner takes what a strategy saves."""
@@ -248,17 +257,26 @@ class UnitCost:
             return self.kept_bytes > 0
         return activations == Activations.RECOMPUTE or activations in self.strategies
 
-    def divided(self, ranks: int) -> UnitCost:
-        """The unit for one of several ranks, which each update a part of it.
+    def divided(self, ranks: int, nodes: int = 1) -> UnitCost:
+        """The unit for one of the ranks of a machine, which each update a part of it; with several `nodes` a part of
+        what is the machine's.
 
         Gradients meet on the GPUs, from where each rank sends its part home.
         """
         # Weights pass the GPU with their states, in the room of fp32.
-        staged_bytes = (self.staged_bytes + 4 * self.num_trainable) // ranks
+        staged_bytes = (self.staged_bytes + 4 * self.num_trainable) // (ranks * nodes)
+        of_node = {
+            name: -(-getattr(self, name) // nodes)
+            for name in ("remainder_bytes", "moment_bytes", "accumulator_bytes", "gradient_code_bytes")
+        }
         return replace(
             self,
+            **of_node,
             ranks=ranks,
-            gradient_d2h_s=self.gradient_d2h_s / ranks,
+            nodes=nodes,
+            gradient_d2h_s=self.gradient_d2h_s / (ranks * nodes),
+            cpu_update_s=self.cpu_update_s / nodes,
+            accumulate_s=self.accumulate_s / nodes,
             staged_bytes=staged_bytes,
             state_slot_bytes=min(STEM_STAGING_BYTES, staged_bytes),
             state_chunks=max(1, -(-staged_bytes // STEM_STAGING_BYTES)),

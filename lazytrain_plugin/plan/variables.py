@@ -55,6 +55,9 @@ class Variables:
 
     updated_ms: list[Column] = field(default_factory=list)
     stem_updated_ms: list[Column] = field(default_factory=list)
+    spread_ms: list[Column] = field(default_factory=list)
+    """Updated weights have come to the other nodes; empty where each has all states."""
+    stem_spread_ms: list[Column] = field(default_factory=list)
     forward_weights_ms: list[Column] = field(default_factory=list)
     stem_weights_ms: list[Column] = field(default_factory=list)
     forward_ms: list[Column] = field(default_factory=list)
@@ -241,6 +244,9 @@ def define_times(model: highspy.Highs, problem: PlacementProblem, v: Variables) 
         per_unit |= {"exchanged_ms": "exchanged"}
         per_stem |= {"stem_exchanged_ms": "exchanged"}
         v.unhidden_ms = _positive(model, "unhidden")
+    if problem.spreads:
+        per_unit |= {"spread_ms": "spread"}
+        per_stem |= {"stem_spread_ms": "spread"}
     leaves, streams = offloads_anything(problem), problem.has_gpu and problem.capabilities.streamed_states
     disk = problem.has_gpu and problem.has_nvme
     if problem.has_accumulation:

@@ -24,13 +24,13 @@ class DividedUpdates(StreamedUpdates):
     _with_weights = True
 
     def _numel(self, home: UnitHome) -> int:
-        first, end = home.part(home.ranks.local_rank)
+        first, end = home.part(home.ranks.own_part)
         return end - first
 
     def launch(self, unit: Unit, arrived: dict[UnitTensor, Arrival], steps: dict[UnitTensor, AdamWStep]):
         """Starts the update of this rank's part; returns the event of its arrival at home, None where it has none."""
         home = unit.home
-        chunks = cut(arrived, home.layout, self._max_blocks(home), home.part(home.ranks.local_rank))
+        chunks = cut(arrived, home.layout, self._max_blocks(home), home.part(home.ranks.own_part))
         if not chunks:
             return None
         update = StreamedUpdate(unit, steps, chunks, None, _nothing, _nothing)

@@ -38,6 +38,7 @@ from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.unit_table import UnitTable
 from lazytrain_plugin.runtime.update import ClientOptimizer, NativeAdamW, read_scalars
+from lazytrain_plugin.runtime.weights_between_nodes import WeightsBetweenNodes
 from lazytrain_plugin.runtime.worker import UpdateWorker
 
 
@@ -58,7 +59,7 @@ class Executor:
         ranks: who trains this model together; every one of them makes an executor at the same point, and then calls
             `place`, `begin_forward` for training, `end_backward` and `step` as the others do. None: one rank.
         average_gradients: over ranks; False: the sum.
-        between_nodes: how nodes average gradients; default: in fp32.
+        between_nodes: how nodes average gradients, of parts if the ranks divide states over the job; default: in fp32.
     """
 
     def __init__(
@@ -107,17 +108,18 @@ class Executor:
         if ranks is None:
             self._arrivals, self._updates = self._sink, CpuUpdates(self, self._nvme)
         else:
-            between = between_nodes or BetweenNodes(ranks.hops, 16)
+            between = between_nodes or BetweenNodes(ranks.hops, 16, of_parts=ranks.shards_job)
             self._arrivals = GradientExchange(
                 ranks, between, self._sink, self.streams, self._table, average=average_gradients
             )
-            self._updates = SharedUpdates(self, self._nvme, ranks, self._streamed_updates)
-        divides = ranks is not None and ranks.local_size > 1
+            weights = WeightsBetweenNodes(ranks, self.streams, between.count_weights) if ranks.shards_job else None
+            self._updates = SharedUpdates(self, self._nvme, ranks, self._streamed_updates, weights)
+        divides = ranks is not None and ranks.num_parts > 1
         self._step_updates = StepUpdates(
             self,
             self._updates,
             self._streamed_updates,
-            ResidentUpdates(self, ranks) if divides else None,
+            ResidentUpdates(self, ranks, between.count_weights) if divides else None,
             self._outside.settle_asked,
             self._prefetch_first,
         )

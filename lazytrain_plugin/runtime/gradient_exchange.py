@@ -10,7 +10,8 @@ nothing from this rank. Whatever comes after its turn (a layer that runs twice),
 contributions are added in fp32, in the order of ranks. That takes the bytes of a reduce-scatter and depends neither on
 the size of chunks nor on the backend. Between nodes the ranks that update the same part average their sums: in fp32,
 or in 8-bit codes for a unit that is large enough (comm/between_nodes.py). The mean is rounded once, to the gradient's
-dtype.
+dtype. Where states are divided over the job no two ranks update the same part: then what a rank gets inside the node
+are the parts of all ranks at its position of the nodes, and between nodes each part goes to its rank.
 
 All of that happens beside the rest of backward (`CommLane`); so does what the sink then does with the means. What the
 norm sums up is the mean, so clipping knows the gradient that is applied.
@@ -64,6 +65,8 @@ class GradientExchange:
         *,
         average: bool,
     ) -> None:
+        if between.of_parts != ranks.shards_job:
+            raise ValueError("Nodes average what their ranks update: of_parts must be as states are divided.")
         self._ranks = ranks
         self.between = between
         self._lane = CommLane(streams, ranks.hops.answer)
@@ -154,10 +157,12 @@ class GradientExchange:
         self._contributed.clear()
         everyone = self._ranks.gather(mine, "comparison of gradient norms")
         contributed = (everyone[:, 1].sum(0) > 0).tolist()
-        # Each node has the whole sum.
-        of_node = everyone[list(self._ranks.hops.node_ranks[0]), 0].T.tolist()
+        # Each node has the whole sum; or all ranks together, in the order of their parts.
+        ranks = self._ranks
+        owners = ranks.owners if ranks.shards_job else ranks.hops.node_ranks[0]
+        of_owners = everyone[list(owners), 0].T.tolist()
         agreed = {}
-        for (unit, tensor), one, several in zip(tensors, contributed, of_node, strict=True):
+        for (unit, tensor), one, several in zip(tensors, contributed, of_owners, strict=True):
             if one:
                 agreed[tensor] = sum(several)
             else:
@@ -204,10 +209,10 @@ class _Reduction:
         self._ranks, self._between, self._unit, self._divisor = ranks, between, unit, divisor
         self._contribution = contribution
         home = unit.home
-        self._parts = [home.part(rank) for rank in range(ranks.local_size)]
+        self._parts = [home.part(number) for number in range(ranks.num_parts)]
         self._coded = between.uses_codes(home.layout.state_numel)
         self._dtype = common_dtype(unit)
-        self._first, self._end = self._parts[ranks.local_rank]
+        self._first, self._end = self._parts[ranks.own_part]
 
     def chunks(self) -> Iterator[Iterator[None]]:
         """Steps of each chunk; when all are done, `own_elements` are there."""
@@ -216,7 +221,8 @@ class _Reduction:
         most = (CODED_CHUNK_ELEMENTS if self._coded else CHUNK_ELEMENTS) // len(self._parts)
         size = min(most, chunk_numel(longest, self._ranks.device.type) if self._coded else longest)
         size = align_up(max(size, 1), ALIGNMENT_ELEMENTS)
-        sent_inside = (len(self._parts) - 1) * longest * self._dtype.itemsize
+        local_size = self._ranks.local_size
+        sent_inside = (local_size - 1) * (len(self._parts) // local_size) * longest * self._dtype.itemsize
         self._between.count(self._unit.home.layout.state_numel, sent_inside)
         for start in range(0, longest, size):
             yield self._chunk(start, min(size, longest - start))
@@ -232,7 +238,7 @@ class _Reduction:
                 row.zero_()
             for tensor, here, there in pieces:
                 row[there].copy_(self._contribution[tensor][here])
-        total = yield from sum_inside(hops, sent)
+        total = yield from sum_inside(hops, sent.view(self._ranks.local_size, -1))
         own = min(size, max(self._end - self._first - start, 0))
         in_place = own == size
         mean = self._result[start : start + own] if in_place else torch.empty_like(sent[0])

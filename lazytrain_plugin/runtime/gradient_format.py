@@ -71,6 +71,11 @@ class GradientFormat:
         whole = self._numel == self.layout.state_numel
         return slice(0, self.layout.gradient_bytes) if whole else self.layout.gradient_bytes_of(self.part)
 
+    @property
+    def first_byte(self) -> int:
+        """Where the flat of arrivals that has no codes begins in that of the whole unit."""
+        return self._gradient_bytes.start
+
     def _place(self, tensor: UnitTensor) -> tuple[int, int]:
         """A tensor's elements in flats with an element per trained one: the first one's index, and their number."""
         span = tensor.span_in(self.part)
@@ -129,8 +134,8 @@ class GradientFormat:
         return pieces
 
     def ranges(self, first_element: int, numel: int, *, summed: bool) -> list[tuple[int, int]]:
-        """Codes and steps of trained elements (whole blocks of 256) of a whole unit: (offset, size) in bytes in their
-        flat."""
+        """Codes and steps of trained elements (whole blocks of 256), counted from the first of the part: (offset, size)
+        in bytes in their flat."""
         width = 2 if summed else 1
         steps = self._numel * width
         return [

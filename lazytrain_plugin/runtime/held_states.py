@@ -93,15 +93,15 @@ class HeldStates:
 
 @dataclass(frozen=True, slots=True)
 class StatesOfRank(HeldStates):
-    """What one rank of the node holds on its GPU, for all of them: each makes one and asks it for the same, in the same
-    order. Gives copies on the CPU."""
+    """What one rank holds on its GPU or for itself, for all that have a part: each makes one and asks it for the same,
+    in the same order. Gives copies on the CPU."""
 
     ranks: RankGroup | None = None
     owner: int = 0
-    """Position of that rank in its node. The flats are this rank's own."""
+    """Number of that rank's part. The flats are this rank's own."""
 
     def _slice(self, name: str, tensor: UnitTensor, span: slice) -> torch.Tensor | Moment8:
-        part = HeldStates._slice(self, name, tensor, span) if self.owner == self.ranks.local_rank else None
+        part = HeldStates._slice(self, name, tensor, span) if self.owner == self.ranks.own_part else None
         count = span.stop - span.start
         if name == "remainder" or self.state_bits != 8 or tensor.exact_offset is not None:
             return self._sent(part, name, count)
@@ -112,5 +112,5 @@ class StatesOfRank(HeldStates):
 
     def _sent(self, own: torch.Tensor | None, key: str, count: int) -> torch.Tensor:
         values = torch.empty(count, dtype=self.flats[key].dtype) if own is None else own.cpu()
-        self.ranks.copy_of_local(values, self.owner, "reading of states")
+        self.ranks.copy_of_owner(values, self.owner, "reading of states")
         return values

@@ -25,8 +25,9 @@ class HomeStates:
     """The states' part of a `UnitHome` (runtime/homes.py, where the arguments are described).
 
     With several ranks, states in host memory are there once for all ranks of a node, each of which updates its own
-    elements of them (`span`). Of states on NVMe and on the GPU each rank has those elements only (`is_divided`). It
-    reads the others' from their disk space; those on GPUs are sent, while all ranks of the node read the same.
+    elements of them (`span`). Of states on NVMe and on the GPU, and of all states where they are divided over the job,
+    each rank has those elements only (`is_divided`). It reads the others' from their disk space; those on GPUs and on
+    other nodes are sent, while all ranks that have a part read the same.
     """
 
     def __init__(self, layout: FlatLayout, plan: UnitPlan, ranks: RankGroup | None, *, native: bool) -> None:
@@ -47,29 +48,36 @@ class HomeStates:
     @property
     def is_shared(self) -> bool:
         """States and gradients are in host memory that ranks have in common; each updates a part of the unit."""
-        return self.ranks is not None and not self.states_on_gpu
+        return self.ranks is not None and not self.states_on_gpu and not self.ranks.shards_job
 
     @property
     def is_divided(self) -> bool:
-        """States are on NVMe or on the GPU, and each rank has its own part of them."""
-        return self.ranks is not None and (bool(self.nvme_states) or self.states_on_gpu)
+        """States are on NVMe, on the GPU or divided over the job, and each rank has its own part of them."""
+        return self.ranks is not None and (bool(self.nvme_states) or self.is_read_together)
 
     @property
-    def is_on_several_gpus(self) -> bool:
-        """States are on the GPUs of several ranks: to read them whole takes all of the node at once."""
-        return self.ranks is not None and self.states_on_gpu
+    def is_read_together(self) -> bool:
+        """States are on the GPUs of several ranks, or on several nodes: to read them whole takes all that have a part
+        at once."""
+        return self.ranks is not None and (self.states_on_gpu or self.ranks.shards_job)
 
-    def part(self, local_rank: int) -> tuple[int, int]:
-        """[first, end) of the trained elements that a rank of the node updates: whole blocks of 256."""
-        return self.layout.part(local_rank, self.ranks.local_size)
+    @property
+    def held_part(self) -> tuple[int, int]:
+        """[first, end) of the trained elements whose states this rank has: all, or those of its part."""
+        return self.ranks.part(self.layout) if self.is_divided else self.layout.part(0, 1)
+
+    def part(self, number: int) -> tuple[int, int]:
+        """[first, end) of the trained elements in one of the parts that are updated by a rank each: whole blocks of
+        256."""
+        return self.layout.part(number, self.ranks.num_parts)
 
     def span(self, tensor: UnitTensor) -> slice:
         """The elements of the tensor that this rank updates."""
-        return slice(0, tensor.numel) if self.ranks is None else self._span_of(tensor, self.ranks.local_rank)
+        return slice(0, tensor.numel) if self.ranks is None else self._span_of(tensor, self.ranks.own_part)
 
-    def _span_of(self, tensor: UnitTensor, local_rank: int) -> slice:
-        """The elements of the tensor in a rank's part."""
-        return tensor.span_in(self.part(local_rank))
+    def _span_of(self, tensor: UnitTensor, part: int) -> slice:
+        """The elements of the tensor in a part."""
+        return tensor.span_in(self.part(part))
 
     def _own_span(self, tensor: UnitTensor) -> slice:
         """The elements whose states this rank has: all, or those of its part."""
@@ -81,12 +89,12 @@ class HomeStates:
     def pieces(self) -> range:
         return range(len(self.nvme_states) or 1)
 
-    def piece(self, index: int, local_rank: int | None = None) -> tuple[int, int]:
-        """[first, end) of the trained elements in a piece of what a rank (default: this one) has."""
+    def piece(self, index: int, part: int | None = None) -> tuple[int, int]:
+        """[first, end) of the trained elements in a piece of a part (default: of what this rank has)."""
         if not self.is_divided:
             return self.layout.part(index, len(self.pieces))
-        rank = self.ranks.local_rank if local_rank is None else local_rank
-        return self.layout.piece(index, len(self.pieces), rank, self.ranks.local_size)
+        part = self.ranks.own_part if part is None else part
+        return self.layout.piece(index, len(self.pieces), part, self.ranks.num_parts)
 
     def span_to_update(self, tensor: UnitTensor, piece: int) -> slice:
         """The elements of the tensor that this rank updates in a piece."""
@@ -128,7 +136,7 @@ class HomeStates:
     def _each_part(self, tensor: UnitTensor, within: slice) -> Iterator[slice]:
         """Some of the tensor's elements, piece by piece; while one is given, its states are in memory, to be read.
 
-        Where they are on the GPUs of several ranks, all of the node go through them at once, and ask for the same.
+        Where they are read together, all ranks that have a part go through them at once, and ask for the same.
         Errors as of `Journal.wait` (runtime/nvme/peers.py).
         """
         if tensor.numel == 0:
@@ -142,11 +150,11 @@ class HomeStates:
                     with self.states_in_memory(index, changes=False):
                         yield span
             return
-        for rank, index in itertools.product(range(self.ranks.local_size), self.pieces):
+        for rank, index in itertools.product(range(self.ranks.num_parts), self.pieces):
             span = common(tensor.span_in(self.piece(index, rank)), within)
             if span.start >= span.stop:
                 continue
-            if self.is_on_several_gpus:
+            if self.is_read_together:
                 before = self.held
                 self.held = StatesOfRank(before.flats, before.state_bits, before.first, ranks=self.ranks, owner=rank)
                 try:
@@ -154,7 +162,7 @@ class HomeStates:
                 finally:
                     self.held = before
                 continue
-            if rank == self.ranks.local_rank:
+            if rank == self.ranks.own_part:
                 with self.states_in_memory(index, changes=False):
                     yield span
                 continue
@@ -211,12 +219,12 @@ class HomeStates:
         return found
 
     def assembled(self, tensor: UnitTensor, own: torch.Tensor) -> torch.Tensor:
-        """All elements on the CPU, of which each rank of the node gives its own. All of them call it at once."""
+        """All elements on the CPU, of which each rank gives those of its part. All that have one call it at once."""
         whole = own.new_empty(tensor.numel, device="cpu")
-        for rank in range(self.ranks.local_size):
-            span = self._span_of(tensor, rank)
-            values = own.cpu() if rank == self.ranks.local_rank else whole.new_empty(span.stop - span.start)
-            self.ranks.copy_of_local(values, rank, "reading of gradients")
+        for part in range(self.ranks.num_parts):
+            span = self._span_of(tensor, part)
+            values = own.cpu() if part == self.ranks.own_part else whole.new_empty(span.stop - span.start)
+            self.ranks.copy_of_owner(values, part, "reading of gradients")
             whole[span] = values
         return whole
 
@@ -254,7 +262,7 @@ class HomeStates:
         wanted = tensor.span_in(piece)
         if self.is_divided or other.is_divided:
             # The others take theirs, into their parts or into memory that ranks share.
-            wanted = common(wanted, self._span_of(tensor, self.ranks.local_rank))
+            wanted = common(wanted, self.span(tensor))
         for index, span in other._own_pieces(tensor):
             span = common(wanted, span)
             if span.start < span.stop:

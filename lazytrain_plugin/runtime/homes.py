@@ -33,8 +33,8 @@ class UnitHome(HomeStates):
     gradients there within `gradients_in_memory`, and sums over micro-batches within `sums_in_memory`.
 
     With several `ranks`, what is in host memory is there once for all ranks of a node, each of which updates its own
-    elements of it (`span`). Of states on NVMe and on the GPU each has those elements on its own. Weights on the GPU
-    every rank has whole.
+    elements of it (`span`). Of states on NVMe and on the GPU each has those elements on its own, and of all states and
+    gradients where they are divided over the job. Weights on the GPU every rank has whole.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class UnitHome(HomeStates):
         }
         self.state_buffers: dict[str, HostBuffer] = {}
         """States in host memory by the key of their flat; sums over micro-batches are `ACCUMULATOR`."""
-        divided = ranks is not None and (plan.gradient_tier == Tier.NVME or self.states_on_gpu)
+        divided = ranks is not None and (plan.gradient_tier == Tier.NVME or self.is_read_together)
         part = ranks.part(layout) if divided else layout.part(0, 1)
         self.gradient_format = GradientFormat(layout, plan.gradient_bits, part)
         self.gradient_buffer: HostBuffer | None = None
@@ -97,7 +97,7 @@ class UnitHome(HomeStates):
             self.nvme_gradients = nvme.gradients(self.gradient_format, name=self.plan.name)
         elif not self.states_on_gpu:
             nbytes = self.gradient_format.arrival_bytes
-            self.gradient_buffer = HostBuffer(nbytes, pin=pin, ranks=self.ranks)
+            self.gradient_buffer = HostBuffer(nbytes, pin=pin, ranks=self.ranks if self.is_shared else None)
             self._host_gradients = self.gradient_buffer.tensor(torch.uint8, 0, nbytes)
         if self.plan.states == Tier.NVME:
             self.nvme_states = nvme.states(self.layout, self.plan)
@@ -143,7 +143,8 @@ class UnitHome(HomeStates):
             return torch.zeros(numel, dtype=dtype, device=self.device)
         # Only states that travel are page-locked.
         pin = self.plan.streams_states and self.device.type == "cuda"
-        buffer = self.state_buffers[key] = HostBuffer(numel * dtype.itemsize, pin=pin, ranks=self.ranks)
+        ranks = self.ranks if self.is_shared else None
+        buffer = self.state_buffers[key] = HostBuffer(numel * dtype.itemsize, pin=pin, ranks=ranks)
         return buffer.tensor(dtype, 0, numel)
 
     def fits(self, plan: UnitPlan) -> bool:
@@ -276,8 +277,8 @@ class UnitHome(HomeStates):
 
     @property
     def has_part_of_gradients(self) -> bool:
-        """Gradients are on NVMe or on the GPU, and each of several ranks has its own part."""
-        return self.ranks is not None and (self.nvme_gradients is not None or self.states_on_gpu)
+        """Gradients are on NVMe, on the GPU or divided over the job, and each of several ranks has its own part."""
+        return self.ranks is not None and (self.nvme_gradients is not None or self.is_read_together)
 
     def for_each_host_buffer(self, action: Callable[[HostBuffer], None]) -> None:
         for buffer in (self.host_buffer, self.gradient_buffer, *self.state_buffers.values()):

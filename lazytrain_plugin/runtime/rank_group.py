@@ -6,7 +6,9 @@ weights without asking anybody, whatever the others do at that moment, and needs
 them have updated a unit. That is a counter in shared memory (`UpdateCounters`). Collectives are left where gradients
 meet, and where weights on the GPUs do after their update; they are launched by one thread, in one order.
 
-Between nodes everything is replicated, and gradients are averaged.
+Between nodes everything is replicated, and gradients are averaged. Or the states are divided over all ranks of the job
+(`Shard.JOB`): then each rank updates a part of its node's part, and its copy of the weights' other parts comes from the
+ranks at its position of the other nodes.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.errors import CommunicationError
 from lazytrain_plugin.runtime.worker import LOOK_UP_S
 from lazytrain_plugin.units import align_up, format_bytes
+from lazytrain_plugin.vocab import Shard
 
 if TYPE_CHECKING:
     from lazytrain_plugin.runtime.layout import FlatLayout
@@ -47,6 +50,7 @@ class RankGroup:
         device: of the gradients.
         topology: default: found from the launcher and host names.
         timeout_s: how long one rank waits for another; default: the group's.
+        shard: over which ranks states are divided; on one node there is no difference.
 
     Raises:
         CommunicationError: a rank is gone.
@@ -59,6 +63,7 @@ class RankGroup:
         group: dist.ProcessGroup | None = None,
         topology: Topology | None = None,
         timeout_s: float | None = None,
+        shard: Shard = Shard.NODE,
     ) -> None:
         self.hops = hops = Hops(group, topology, device, timeout_s)
         self.device = device
@@ -67,6 +72,21 @@ class RankGroup:
         self.num_nodes = hops.nodes
         self.local_size = hops.ranks_per_node
         self.local_rank = hops.position(hops.inside)
+        self.shards_job = shard == Shard.JOB and hops.across is not None
+        """States are divided over all ranks, and not over those of each node."""
+        self.num_parts = self.size if self.shards_job else self.local_size
+        """Ranks among which a unit's update is divided."""
+        node = hops.position(hops.across)
+        self.own_part = self.local_rank * self.num_nodes + node if self.shards_job else self.local_rank
+        """Number of this rank's part. The parts of one position in all nodes are neighbours: together they are what its
+        ranks would have if each node had all states."""
+        owners = zip(*hops.node_ranks, strict=True)
+        if not self.shards_job:
+            owners = ((rank,) for rank in hops.node_ranks[node])
+        self.owners = [rank for ranks in owners for rank in ranks]
+        """By part the position of its rank among all that train together."""
+        self.weights_group = hops.another_across() if self.shards_job else None
+        """For updated weights, which meet while gradients of the next step may."""
         timeout = hops._timeout
         self.timeout_s = timeout.total_seconds() if timeout is not None else DEFAULT_TIMEOUT_S
         if device.type == "cuda":
@@ -101,7 +121,7 @@ class RankGroup:
 
     def part(self, layout: FlatLayout) -> tuple[int, int]:
         """[first, end) of a unit's trained elements that this rank updates."""
-        return layout.part(self.local_rank, self.local_size)
+        return layout.part(self.own_part, self.num_parts)
 
     # Agreement.
 
@@ -114,6 +134,13 @@ class RankGroup:
         if self._control_inside is not None:
             with self.hops.phase(phase):
                 dist.all_reduce(torch.zeros(1, dtype=torch.uint8), group=self._control_inside)
+
+    def barrier_of_owners(self, phase: str) -> None:
+        """Returns when every rank has called it among which states are divided."""
+        if self.shards_job:
+            self.barrier(phase)
+        else:
+            self.barrier_of_node(phase)
 
     def maximum(self, values: Sequence[int], phase: str) -> list[int]:
         """Each value as the largest over all ranks."""
@@ -157,11 +184,12 @@ class RankGroup:
             # As bytes: backends do not know every dtype.
             dist.broadcast(values.view(torch.uint8), src=self.hops.ranks[0], group=group)
 
-    def copy_of_local(self, values: torch.Tensor, local_rank: int, phase: str) -> None:
-        """Overwrites a contiguous CPU tensor with that of one rank of this node; all of them call it."""
-        if self._control_inside is not None and values.numel():
+    def copy_of_owner(self, values: torch.Tensor, part: int, phase: str) -> None:
+        """Overwrites a contiguous CPU tensor with that of the rank that has a part; all that have one call it."""
+        group = self._control if self.shards_job else self._control_inside
+        if group is not None and values.numel():
             with self.hops.phase(phase):
-                dist.broadcast(values.view(torch.uint8), src=self.local_ranks[local_rank], group=self._control_inside)
+                dist.broadcast(values.view(torch.uint8), src=self.hops.ranks[self.owners[part]], group=group)
 
     def first_local(self, flags: Sequence[bool], phase: str) -> list[int | None]:
         """For each flag the position of the first rank of this node that has it set; None: no rank has."""

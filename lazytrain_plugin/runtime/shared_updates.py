@@ -1,4 +1,8 @@
-"""Updates that the ranks of a node share: a unit is up to date once each rank has updated its part of it."""
+"""Updates that the ranks of a node share: a unit is up to date once each rank has updated its part of it.
+
+Where states are divided over all ranks of the job, a rank's part counts as updated once it has come to the other nodes,
+and theirs to this one: no rank sees a unit of which some weights are old.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import StepScalars
+from lazytrain_plugin.runtime.weights_between_nodes import WeightsBetweenNodes
 from lazytrain_plugin.runtime.worker import Ticket, UpdateWorker
 
 Arrivals = dict[UnitTensor, Arrival]
@@ -25,11 +30,21 @@ class SharedUpdates(CpuUpdates):
     """Every rank makes one at the same point, and submits the same updates in the same order.
 
     A second thread waits for the other ranks, unit by unit in forward order, so that neither the updates nor the model
-    do. A third one launches the updates of states that pass the GPU.
+    do. A third one launches the updates of states that pass the GPU. A fourth one brings updated weights to the other
+    nodes, if `between` is given.
     """
 
-    def __init__(self, executor: Executor, nvme: NvmeStores, ranks: RankGroup, streamed: DividedUpdates) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        nvme: NvmeStores,
+        ranks: RankGroup,
+        streamed: DividedUpdates,
+        between: WeightsBetweenNodes | None = None,
+    ) -> None:
         super().__init__(executor, nvme)
+        self._between = between
+        self._sender = None if between is None else UpdateWorker("weights")
         self._streamed = streamed
         begin = executor.streams.use_device
         self._launcher = UpdateWorker(begin=begin)
@@ -44,7 +59,11 @@ class SharedUpdates(CpuUpdates):
         number = self._numbers[index] = self._numbers[index] + 1
         streams = unit.home.plan.streams_states
         start = self._start_on_gpu if streams else self._start_on_cpu
-        own_part = start(unit, arrived, scalars, label, lambda: self._counters.count(index, number))
+        count = lambda: self._counters.count(index, number)  # noqa: E731
+        if self._sender is None:
+            own_part = start(unit, arrived, scalars, label, count)
+        else:
+            own_part = self._send(unit, start(unit, arrived, scalars, label, _nothing), count)
 
         def finish() -> None:
             own_part()
@@ -52,6 +71,20 @@ class SharedUpdates(CpuUpdates):
             self._publish(unit, arrived, gradients_done)
 
         return self._waiter.submit(finish, label)
+
+    def _send(self, unit: Unit, updated: Callable[[], None], count: Callable[[], None]) -> Callable[[], None]:
+        """After `updated` brings this rank's part to the other nodes, and theirs here; returns what waits for that."""
+
+        def send() -> None:
+            try:
+                updated()
+                self._between.bring(unit)
+            except BaseException:
+                self._counters.fail(self._index[unit])  # or the others of this node would wait for it
+                raise
+            count()
+
+        return self._sender.submit(send, f"exchange of weights of {unit.name}").wait
 
     def _start_on_cpu(
         self, unit: Unit, arrived: Arrivals, scalars: StepScalars, label: str, count: Callable[[], None]
@@ -86,4 +119,10 @@ class SharedUpdates(CpuUpdates):
 
     def close(self) -> None:
         self._launcher.close()
+        if self._sender is not None:
+            self._sender.close(wait=False)  # other nodes may be gone
         self._waiter.close()
+
+
+def _nothing() -> None:
+    """Its part counts once it has come to the other nodes."""

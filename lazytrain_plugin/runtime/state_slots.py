@@ -132,7 +132,7 @@ def bytes_per_block(home: UnitHome, *, with_weights: bool = False) -> int:
     """What 256 elements of a unit take in a slot: states, the gradient or its sum, and weights that pass with them;
     without `exact_bytes`."""
     flats = [flat for flat in home.state_flats if not _is_exact(flat[0], home.plan)]
-    num_blocks = home.layout.state_numel // BLOCK
+    num_blocks = max(1, (home.held_part[1] - home.held_part[0]) // BLOCK)
     return (
         sum(dtype.itemsize * numel for _, dtype, numel in flats) // num_blocks
         + GRADIENT_BYTES_PER_BLOCK[home.plan.gradient_bits]
@@ -231,19 +231,20 @@ class StateSlot:
 
     def _pieces(self, home: UnitHome, chunk: Chunk) -> Iterator[tuple]:
         """(key, dtype, buffer at home, offset there, bytes) of what makes up a chunk."""
-        num_blocks = home.layout.state_numel // BLOCK
+        first_held, end_held = home.held_part
+        num_blocks = (end_held - first_held) // BLOCK
         flats = [*home.state_flats]
         form, summed = home.gradient_format, chunk.arrival == Arrival.SUMMED
         if form.coded:
             buffer = home.state_buffers[ACCUMULATOR] if summed else home.gradient_buffer
             kinds = ((ACCUMULATOR, torch.int16) if summed else (GRADIENT, torch.int8), (STEPS, torch.int16))
-            ranges = form.ranges(chunk.first_element, chunk.numel, summed=summed)
+            ranges = form.ranges(chunk.first_element - first_held, chunk.numel, summed=summed)
             for (key, dtype), (start, nbytes) in zip(kinds, ranges, strict=True):
                 yield key, dtype, buffer, start, nbytes
         elif summed:
-            flats.append((ACCUMULATOR, torch.float32, home.layout.state_numel))
+            flats.append((ACCUMULATOR, torch.float32, end_held - first_held))
         else:
-            start, end = chunk.byte_range("gradient_offset_bytes")
+            start, end = (offset - form.first_byte for offset in chunk.byte_range("gradient_offset_bytes"))
             yield GRADIENT, torch.uint8, home.gradient_buffer, start, end - start
         if self.with_weights:
             start, end = chunk.byte_range("weight_offset_bytes")
@@ -255,5 +256,5 @@ class StateSlot:
                     yield key, dtype, home.state_buffers[key], first * dtype.itemsize, (end - first) * dtype.itemsize
                 continue
             block_bytes = numel // num_blocks * dtype.itemsize
-            start = chunk.first_element // BLOCK * block_bytes
+            start = (chunk.first_element - first_held) // BLOCK * block_bytes
             yield key, dtype, home.state_buffers[key], start, chunk.numel // BLOCK * block_bytes

@@ -45,13 +45,13 @@ class ExecutorState:
 
     @property
     def holds_parts(self) -> bool:
-        """Whether any master or state can only be read by all ranks of the node at once."""
-        return any(unit.home.is_on_several_gpus for unit in self.executor.all_units if unit.trained)
+        """Whether any master or state can only be read by all ranks that have a part of it at once."""
+        return any(unit.home.is_read_together for unit in self.executor.all_units if unit.trained)
 
     def holds_part(self, record: ParamRecord) -> bool:
         """As `holds_parts`, of one parameter."""
         unit, tensor = self._find(record)
-        return tensor.trained and unit.home.is_on_several_gpus
+        return tensor.trained and unit.home.is_read_together
 
     def spans(self, record: ParamRecord) -> list[slice]:
         tensor = self._find(record)[1]
@@ -115,7 +115,7 @@ class ExecutorState:
     def read_gradient(self, record: ParamRecord) -> torch.Tensor | None:
         """A copy of the window's gradient so far, [numel], fp32 or the weight's dtype; None: none yet.
 
-        All ranks of the node read it at once. Call `flush` first.
+        All ranks that have a part of it read it at once. Call `flush` first.
         """
         unit, tensor = self._find(record)
         arrival = unit.arrived.get(tensor)
@@ -134,9 +134,9 @@ class ExecutorState:
             return logical_order(tensor, found).clone()
 
     def meet(self, phase: str) -> None:
-        """Returns when every rank of the node has called it."""
+        """Returns when every rank has called it that reads and writes the same masters and states."""
         if self.executor.ranks is not None:
-            self.executor.ranks.barrier_of_node(phase)
+            self.executor.ranks.barrier_of_owners(phase)
 
     def flush(self) -> None:
         self.executor.flush()

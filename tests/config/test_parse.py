@@ -14,6 +14,12 @@ def refusal(block: dict) -> str:
     return str(caught.value)
 
 
+def test_states_of_the_whole_job_rest_in_memory(tmp_path):
+    assert parse_block({"shard": "job"}).shard == "job"
+    said = refusal({"shard": "job", "nvme_path": str(tmp_path)})
+    assert 'Leave out "lazytrain.nvme_path", or write "shard": "node"' in said
+
+
 def test_empty_block_gives_the_defaults():
     assert parse_block({}) == LazyTrainConfig()
 
@@ -67,7 +73,6 @@ def test_null_means_the_default_where_a_key_allows_it():
         ({"implementaton": "torch"}, 'did you mean "lazytrain.optimizer.implementation"'),
         ({"xyzzy": 1}, "the keys are enabled, fidelity"),
         ({7: 1}, 'Unknown key "7"'),
-        ({"shard": "job"}, '"lazytrain.shard" is not offered: states and weights are always divided over the ranks'),
     ],
 )
 def test_unknown_key_names_the_nearest(block, says):
@@ -98,6 +103,7 @@ def test_unknown_key_names_the_nearest(block, says):
         ({"cpu_memory_gib": float("inf")}, "is Infinity; expected a number"),
         ({"watchdog_s": -0.5}, "is -0.5; expected a number of at least 0"),
         ({"watchdog_s": None}, "is null; expected a number of at least 0"),
+        ({"shard": "jobs"}, 'is "jobs"; expected "node" or "job"'),
         ({"fidelity": "Exact"}, 'is "Exact"; expected "exact" or "balanced" or "compact"'),
         ({"plan": "plan.json"}, '"lazytrain.plan" is "plan.json"; expected an object'),
         ({"plan": None}, '"lazytrain.plan" is null; expected an object'),

@@ -203,6 +203,7 @@ def test_names_stay_whole_in_a_pipe(lazytrain, profile_2b, tmp_path):
         (["plan", "{folder}", "--hardware", H200, "--gpu-memory-gib", "nan"], "gpu-memory-gib is nan"),
         (["plan", "{folder}", "--hardware", H200, "--cpu-memory-gib", "inf"], "cpu-memory-gib is inf"),
         (["plan", "{folder}", "--hardware", H200, "--nodes", "2"], "add --network-gbit"),
+        (["plan", "{folder}", "--hardware", H200, "--nodes", "2", "--shard", "job", "--nvme-gib", "9"], "on NVMe"),
         (["plan", "{folder}", "--hardware", H200, "--nodes", "2", "--network-gbit", "nan"], "network-gbit is nan"),
         (["plan", "{folder}", "--hardware", H200, "--network-gbit", "200"], "there is one node"),
         (["plan", "{folder}", "--hardware", H200, "--ranks-per-node", "2", "--gradient-bits", "4"], "8 or 16 bits"),
@@ -434,13 +435,15 @@ def test_error_prices_of_a_run_choose_the_bits_and_every_other_choice_is_told(la
     assert "lossy: activations in fewer bits" in whole
 
 
-def test_a_plan_of_nodes_is_explained_as_it_was_planned(lazytrain, profile_2b, tmp_path):
+@pytest.mark.parametrize("shard", ["node", "job"])
+def test_a_plan_of_nodes_is_explained_as_it_was_planned(lazytrain, profile_2b, tmp_path, shard):
     """Its ranks come from the plan, their network from options; without those there is one line, and no wrong row."""
     out, network = tmp_path / "plan.json", ["--network-gbit", 100]
-    options = ["--hardware", H200, "--micro-batch", 2]
+    options = ["--hardware", H200, "--micro-batch", 2, "--shard", shard]
     planned = lazytrain(
         "plan", profile_2b, *options, "--nodes", 2, "--ranks-per-node", 4, *network, "--out", out
     ).stdout
+    assert (planned.count("divided over all 8 ranks") == 2) == (shard == "job")
     explain = ["explain", out, "--model", profile_2b, "--hardware", H200]
     assert lazytrain(*explain, *network).stdout == planned[planned.index("fidelity ") :]
     plan = PlacementPlan.load(out)
@@ -449,7 +452,12 @@ def test_a_plan_of_nodes_is_explained_as_it_was_planned(lazytrain, profile_2b, t
     need = planned.split("homes shared by its ranks: ")[1].splitlines()[0]
     assert f"│ host │ {need} │" in planned  # the table and the last line say the same
 
-    for more, message in ([], "--network-gbit (the plan is for 2 nodes)"), (["--nodes", 3], "the plan is for 2"):
+    other = "job" if shard == "node" else "node"
+    for more, message in (
+        ([], "--network-gbit (the plan is for 2 nodes)"),
+        (["--nodes", 3], "the plan is for 2"),
+        ([*network, "--shard", other], f"the plan is for {shard}"),
+    ):
         refused = lazytrain(*explain, *more)
         assert refused.exit_code == 1 and message in refused.stderr and refused.stdout == ""
 

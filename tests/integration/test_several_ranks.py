@@ -134,12 +134,12 @@ def two_then_save(rank, device, folder):
     return out
 
 
-def debug_api(rank):
+def debug_api(rank, **block):
     """What DeepSpeed's functions give while the other rank is late: gradients, masters and moments as they are halved,
     twice the halves, and the gradients of plain torch."""
     from deepspeed import utils
 
-    engine = make_engine(0, 2)
+    engine = make_engine(0, 2, **block)
     torch.manual_seed(0)
     plain = Adapted()
     add_up = gradients.add_up

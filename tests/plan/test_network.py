@@ -5,14 +5,18 @@ from dataclasses import replace
 import pytest
 
 from lazytrain_plugin.errors import ConfigError, InfeasiblePlanError
+from lazytrain_plugin.plan.accounting import account
+from lazytrain_plugin.plan.check import check_plan
 from lazytrain_plugin.plan.choices import HOMES
 from lazytrain_plugin.plan.cluster import Cluster
 from lazytrain_plugin.plan.greedy import greedy_plan, leanest_plan
 from lazytrain_plugin.plan.network import predict_step
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import build_problem
-from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.simulate import simulate
+from lazytrain_plugin.plan.summary import summarize_plan
+from lazytrain_plugin.units import MIB
 from tests.plan import builders
 from tests.plan.test_simulate import timed
 
@@ -134,3 +138,71 @@ def test_small_units_travel_in_fp32():
 def test_links_are_those_of_the_request():
     with pytest.raises(ConfigError, match="the links are those of 2 nodes of 1 ranks"):
         PlanRequest(max_tokens=8, nodes=3, cluster=cluster())
+
+
+def over_the_job(nodes=4, ranks=2, **changes):
+    """Problems of a model whose states each node has, and of one whose states are divided over all ranks."""
+    request = PlanRequest(max_tokens=512, local_ranks=ranks, nodes=nodes, **changes)
+    machine = builders.hardware(gpu_gib=builders.GPU_RESERVE_GIB + 0.5)
+    return [build_problem(builders.model(6), machine, replace(request, shard=shard)) for shard in ("node", "job")]
+
+
+def test_states_divided_over_the_job_take_a_part_of_each_nodes_memory():
+    of_node, of_job = over_the_job(accumulation_steps=2)
+    plan = leanest_plan(of_node)
+    lines = [account(problem, plan) for problem in (of_node, of_job)]
+    weights = sum(cost.weight_bytes for cost in of_node.units)
+    states = [ledger.cpu["units: weights and states"] - weights for ledger in lines]
+    assert states[1] == pytest.approx(states[0] / 4, rel=1e-3), "states, gradients at rest, sums"
+    resident = plan.with_units(**HOMES["resident"])
+    states = [account(problem, resident).gpu["units: weights and states"] - weights for problem in (of_node, of_job)]
+    assert states[1] == pytest.approx(states[0] / 4, rel=1e-3)
+    assert of_job.units[0].cpu_update_s == of_node.units[0].cpu_update_s / 4
+
+
+def test_updated_weights_cross_the_network_before_they_are_used():
+    """Forward 3 x 2, backward 3 x 6 s: new weights of the first unit, then one more in each unit's forward."""
+    problem = with_elements(timed(), 1000)
+    plan, bytes_of_unit = leanest_plan(problem), problem.units[0].gradient_bytes
+    job = cluster(network=bytes_of_unit / 2, shards_job=True, wire=0.0)
+    times = predict_step(problem, plan, job)
+    assert times.exposed_s == pytest.approx(1) and times.weight_bytes == 3 * bytes_of_unit / 2
+    slow = predict_step(problem, plan, replace(job, weights_bytes_per_s=bytes_of_unit / 10))
+    assert slow.exposed_s == pytest.approx(3 * 5 - 2 * 2), "the last unit waits for all of them"
+    resident = predict_step(problem, plan.with_units(**HOMES["resident"]), job)
+    assert resident.exposed_s == pytest.approx(1)
+
+
+def test_bytes_of_states_divided_over_the_job():
+    of_node, of_job = (cluster(nodes=8, wire=148 / 64), cluster(nodes=8, wire=66 / 64, shards_job=True))
+    assert of_node.spread_bytes(100) == 0 and of_job.spread_bytes(200) == 7 / 8 * 200
+    assert of_job.wire_bytes(64) == 7 / 8 * 66 and of_node.wire_bytes(64) == 7 / 8 * 148
+    small = replace(of_job, fp32_below_elements=100)
+    assert small.wire_bytes(64) == 7 / 8 * 64 * 4
+
+
+def test_what_one_node_cannot_hold_a_job_can():
+    model, machine = builders.model(8), builders.hardware(gpu_gib=builders.GPU_RESERVE_GIB + 0.3)
+    needs = {}
+    for shard in ("node", "job"):
+        links = cluster(nodes=4, ranks=2, network=1e10, inside=1e11, wire=4.0, shards_job=shard == "job")
+        request = PlanRequest(max_tokens=256, local_ranks=2, nodes=4, shard=shard, cluster=links)
+        problem = build_problem(model, machine, request)
+        needs[shard] = account(problem, leanest_plan(problem)).need_bytes()
+    least_bytes = [needs["job"]["gpu"] + 8 * MIB, (needs["node"]["cpu"] + needs["job"]["cpu"]) // 2]
+    tight = replace(request, gpu_budget_bytes=least_bytes[0], cpu_budget_bytes=least_bytes[1])
+    plan = greedy_plan(model, machine, tight)
+    assert plan.shard == "job"
+    check_plan(plan, model, machine, tight)
+    assert "divided over all 8 ranks" in summarize_plan(problem, plan, simulate(problem, plan))
+    with pytest.raises(InfeasiblePlanError, match='divided over all 4 nodes \\("shard": "job"\\)'):
+        greedy_plan(model, machine, replace(tight, shard="node", cluster=None))
+
+
+def test_states_divided_over_the_job_and_a_disk_exclude_each_other():
+    with pytest.raises(ConfigError, match='"shard": "job" divides'):
+        PlanRequest(max_tokens=8, nodes=2, shard="job", capabilities=Capabilities.everything())
+    with pytest.raises(ConfigError, match="divides states otherwise"):
+        PlanRequest(max_tokens=8, nodes=2, shard="job", cluster=cluster())
+    # On one node there is nothing to divide further.
+    assert not PlanRequest(max_tokens=8, shard="job", capabilities=Capabilities.everything()).shards_job

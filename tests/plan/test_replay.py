@@ -16,7 +16,7 @@ from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.units import GIB, MIB
-from lazytrain_plugin.vocab import Activations, Tier
+from lazytrain_plugin.vocab import Activations, Shard, Tier
 from tests.plan import builders
 from tests.plan.shapes import profile
 
@@ -68,16 +68,25 @@ def shaped_problem(file, fidelity, accumulation):
 def small_problem(accumulation, *, tied=False, frozen=(), capabilities=None, local_ranks=1, cluster=None, **hardware):
     model = builders.model(6, tied=tied)
     units = tuple(builders.layer(i, trainable=i not in frozen) for i in range(6))
-    nodes = 1 if cluster is None else cluster.nodes
+    nodes, shard = (1, Shard.NODE) if cluster is None else (cluster.nodes, SHARDS[cluster.shards_job])
     request = PlanRequest(
-        max_tokens=2048, accumulation_steps=accumulation, local_ranks=local_ranks, nodes=nodes, cluster=cluster
+        max_tokens=2048,
+        accumulation_steps=accumulation,
+        local_ranks=local_ranks,
+        nodes=nodes,
+        shard=shard,
+        cluster=cluster,
     )
     request = request if capabilities is None else replace(request, capabilities=capabilities)
     return build_problem(replace(model, units=units), builders.hardware(**hardware), request)
 
 
-def two_by_two(network_bytes_per_s):
+SHARDS = (Shard.NODE, Shard.JOB)
+
+
+def two_by_two(network_bytes_per_s, **options):
     return Cluster(
+        **options,
         nodes=2,
         ranks_per_node=2,
         network_bytes_per_s=network_bytes_per_s,
@@ -95,6 +104,10 @@ PROBLEMS = {
     "two ranks": lambda: small_problem(1, local_ranks=2),
     "two nodes": lambda: small_problem(2, local_ranks=2, frozen=(1,), cluster=two_by_two(1e9)),
     "a slow network": lambda: small_problem(3, local_ranks=2, tied=True, cluster=two_by_two(2e7)),
+    "states over two nodes": lambda: small_problem(
+        2, local_ranks=2, frozen=(1,), cluster=two_by_two(1e9, shards_job=True)
+    ),
+    "states over slow nodes": lambda: small_problem(1, local_ranks=2, cluster=two_by_two(1e8, shards_job=True)),
     "frozen units": lambda: small_problem(1, frozen=(0, 3)),
     "a disk": lambda: small_problem(
         1,

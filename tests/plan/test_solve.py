@@ -101,13 +101,17 @@ def test_three_units_by_brute_force():
 
 
 @pytest.mark.parametrize(
-    ("seed", "accumulation", "nodes"),
-    [*((seed, steps, 1) for seed in range(6) for steps in (1, 4)), (0, 1, 3), (1, 4, 3)],
+    ("seed", "accumulation", "nodes", "shard"),
+    [
+        *((seed, steps, 1, "node") for seed in range(6) for steps in (1, 4)),
+        *((0, 1, 3, "node"), (1, 4, 3, "node"), (2, 1, 3, "job"), (3, 4, 3, "job")),
+    ],
 )
-def test_the_program_and_the_simulator_tell_the_same_time(seed, accumulation, nodes):
+def test_the_program_and_the_simulator_tell_the_same_time(seed, accumulation, nodes, shard):
     """The program's step time is that of the replay, and on the safe side where they differ."""
     draw = random.Random(seed)
     links = {"network_bytes_per_s": 3e8, "inside_bytes_per_s": 1e9, "wire_bytes_per_element": 2.3}
+    links["shards_job"] = shard == "job"
     machine = builders.hardware(
         cpu_update_32bit_shared_parameters_per_s=draw.uniform(3e7, 3e8),
         h2d_shared_bytes_per_s=draw.uniform(5e8, 4e9),
@@ -121,6 +125,7 @@ def test_the_program_and_the_simulator_tell_the_same_time(seed, accumulation, no
             gpu_budget_bytes=builders.GPU_RESERVE_BYTES + draw.randrange(200, 500) * MIB,
             accumulation_steps=accumulation,
             nodes=nodes,
+            shard=shard,
             cluster=Cluster(nodes=nodes, ranks_per_node=1, **links),
         ),
     )

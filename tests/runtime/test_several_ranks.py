@@ -184,8 +184,8 @@ def train(
             executor.end_backward()
         norms.append(executor.step(max_norm)[0].total)
     executor.flush()
-    for home in (unit.home for unit in executor.all_units if unit.home.is_on_several_gpus and unit.trained):
-        first, end = home.part(ranks.local_rank)
+    for home in (unit.home for unit in executor.all_units if unit.home.is_read_together and unit.trained):
+        first, end = home.part(ranks.own_part)
         assert len(next(iter(home.held.flats.values()))) == end - first, "a rank has its part only"
     assert (executor.activations.tier.free_bytes > 0) == offload  # buffers that were used
     assert nvme is None or nvme.used_bytes > 0

@@ -1,0 +1,87 @@
+"""Updated weights in host memory meet those of other nodes, where states are divided over all ranks of the job.
+
+A node has one copy of the weights, and each of its ranks has updated a part of it. The ranks at one position of the
+nodes send each other their parts, through their GPUs, and write what they get to the copy that their node has.
+
+[Note: beside gradients] That happens in a thread of its own, while the forward runs, and so may meet the exchange of
+gradients of a unit that is early: both have process groups, and streams, of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lazytrain_plugin.plan.simulate import Resource
+from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.streams import Streams
+from lazytrain_plugin.runtime.unit import Unit
+from lazytrain_plugin.units import MIB, align_up
+
+CHUNK_BYTES = 32 * MIB
+"""Of all nodes together: what is under way at once."""
+PHASE = "all-gather of weights between nodes"
+
+
+class WeightsBetweenNodes:
+    """Of one executor; every rank makes one, and brings the same units in the same order.
+
+    Args:
+        sent: gets the bytes that are sent to other nodes for each unit.
+    """
+
+    def __init__(self, ranks: RankGroup, streams: Streams, sent: Callable[[int], None]) -> None:
+        self._ranks, self._streams, self._sent = ranks, streams, sent
+        self._stream = streams.slot_stream()
+        self._memory = torch.empty(0, dtype=torch.uint8, device=ranks.device)
+        # Connections are made now, while no other thread has collectives under way.
+        one = torch.zeros(1, dtype=torch.uint8, device=ranks.device)
+        ranks.hops.gather(PHASE, one.new_empty(ranks.num_nodes), one, ranks.weights_group)()
+
+    @torch.no_grad()
+    def bring(self, unit: Unit) -> None:
+        """Returns when the other nodes' parts are in this node's memory. This rank's part must be; one thread calls it.
+
+        Raises:
+            CommunicationError: a rank is gone.
+        """
+        ranks, streams = self._ranks, self._streams
+        home, nodes = unit.home, ranks.num_nodes
+        column = ranks.local_rank * nodes
+        places = [home.layout.weight_bytes_of(home.part(column + node)) for node in range(nodes)]
+        longest = max(place.stop - place.start for place in places)
+        if not longest:
+            return
+        own = places[ranks.own_part - column]
+        self._sent((nodes - 1) * (own.stop - own.start))
+        size = min(longest, align_up(CHUNK_BYTES // nodes, 16))
+        with (
+            streams.on(self._stream),
+            streams.span(f"weights {unit.name} (nodes)", Resource.EXCHANGE, stream=self._stream, num_bytes=longest),
+        ):
+            rows = self._rows(nodes + 1, size)
+            for start in range(0, longest, size):
+                self._bring(unit, [_piece(place, start, size) for place in places], rows)
+        streams.record(self._stream, blocking=True).synchronize()
+
+    def _rows(self, count: int, size: int) -> torch.Tensor:
+        if self._memory.numel() < count * size:
+            self._memory = torch.empty(count * size, dtype=torch.uint8, device=self._ranks.device)
+        return self._memory[: count * size].view(count, size)
+
+    def _bring(self, unit: Unit, pieces: list[slice], rows: torch.Tensor) -> None:
+        """One piece of each node's part; the first row is what is sent."""
+        ranks, buffer = self._ranks, unit.home.host_buffer
+        own = ranks.own_part - ranks.local_rank * ranks.num_nodes
+        sent, everyone = rows[0], rows[1:]
+        buffer.read(pieces[own].start, sent[: pieces[own].stop - pieces[own].start])
+        ranks.hops.gather(PHASE, everyone.view(-1), sent, ranks.weights_group)()
+        for node, (piece, row) in enumerate(zip(pieces, everyone, strict=True)):
+            if node != own:
+                buffer.write(piece.start, row[: piece.stop - piece.start])
+
+
+def _piece(place: slice, start: int, size: int) -> slice:
+    first = min(place.start + start, place.stop)
+    return slice(first, min(first + size, place.stop))
