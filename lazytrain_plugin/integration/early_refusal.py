@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -23,15 +24,19 @@ from lazytrain_plugin.integration.logs import setup_logging
 from lazytrain_plugin.integration.training_request import training_request
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.refusal import feasible, infeasible, rebuilder
+from lazytrain_plugin.profile.capacity import host_capacity
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.measure import measure_capacities
 from lazytrain_plugin.profile.model import ModelProfile
 from lazytrain_plugin.runtime.discovery import discover
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
-from lazytrain_plugin.units import gib_to_bytes
+from lazytrain_plugin.units import format_bytes, gib_to_bytes
 
 logger = logging.getLogger(__name__)
+
+_STORED_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""As safetensors names them."""
 
 
 def check_before_loading(model: nn.Module, ds_config: dict[str, Any]) -> None:
@@ -54,6 +59,47 @@ def check_before_loading(model: nn.Module, ds_config: dict[str, Any]) -> None:
         raise
     except Exception as error:  # what the engine does not like either is its to say, with the trained model at hand
         logger.info("whether %s fits was not checked before it is loaded: %s", type(model).__name__, error)
+
+
+def check_copies_of_ranks(model: nn.Module, checkpoint_files: Sequence[str] | None) -> None:
+    """Before several ranks of a machine read a checkpoint: says where each would have weights of its own.
+
+    Weights that are loaded in the dtype that they are stored in rest in a mapping of the file, which all ranks share.
+    Converted ones are copies, until the engine is made and the ranks hold one model together.
+
+    Raises:
+        InfeasiblePlanError: such copies don't fit the machine.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wanted = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    converted = _stored_dtypes(checkpoint_files) - wanted if ranks > 1 else set()
+    if not converted:
+        return
+    need_bytes = ranks * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    have_bytes = host_capacity().total_bytes
+    names = [", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) for dtypes in (converted, wanted)]
+    what = (
+        f"{type(model).__name__} is stored in {names[0]} and loaded in {names[1]}, so each of the {ranks} ranks of "
+        f"this machine has a copy until the engine is made, {format_bytes(need_bytes)} together of "
+        f"{format_bytes(have_bytes)} of host memory; save it in {names[1]} once, and they share one"
+    )
+    if need_bytes > have_bytes:
+        raise InfeasiblePlanError(what)
+    logger.warning("%s", what)
+
+
+def _stored_dtypes(checkpoint_files: Sequence[str] | None) -> set[torch.dtype]:
+    """Of the floating-point tensors in the first file; none where it is no safetensors file."""
+    if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+        return set()
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(checkpoint_files[0], framework="pt") as file:
+            found = {file.get_slice(key).get_dtype() for key in file.keys()}
+    except (SafetensorError, OSError):  # whoever reads it says so
+        return set()
+    return {_STORED_FLOATS[name] for name in found if name in _STORED_FLOATS}
 
 
 def _check(model: nn.Module, config: LazyTrainConfig, ds_config: dict[str, Any]) -> None:

@@ -60,13 +60,14 @@ def _watch_loading() -> None:
         return
 
     @functools.wraps(original)
-    def _load_pretrained_model(model, *args, **kwargs):
+    def _load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs):
         ds_config = hf_deepspeed_config()
         if lazytrain_block(ds_config) is not None:
-            from lazytrain_plugin.integration.early_refusal import check_before_loading
+            from lazytrain_plugin.integration.early_refusal import check_before_loading, check_copies_of_ranks
 
             check_before_loading(model, ds_config)
-        return original(model, *args, **kwargs)
+            check_copies_of_ranks(model, checkpoint_files)
+        return original(model, state_dict, checkpoint_files, *args, **kwargs)
 
     _load_pretrained_model._lazytrain_original = original
     base._load_pretrained_model = staticmethod(_load_pretrained_model)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.greedy import leanest_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.profile.capacity import host_capacity
 from lazytrain_plugin.units import GIB
 from tests.plan import builders
 
@@ -117,3 +119,26 @@ def test_a_job_ends_with_an_error_before_it_loads(launcher, unreadable, tmp_path
     assert "InfeasiblePlanError: no placement fits" in job.stderr
     assert "need" in job.stderr and "have 614.4 MiB" in job.stderr and "Nearest remedies" in job.stderr
     assert "weights are loaded" not in job.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", ["auto", torch.float32, torch.bfloat16])
+def test_ranks_that_would_each_have_a_copy_are_told(under, checkpoint, monkeypatch, caplog, ranks, dtype):
+    """S-07: weights in the dtype of the file are one mapping for all ranks; converted ones are a copy for each."""
+    under()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    told = ranks == 2 and dtype == torch.bfloat16
+    assert caplog.text.count("stored in float32 and loaded in bfloat16, so each of the 2 ranks") == told
+    assert not told or "save it in bfloat16 once" in caplog.text
+
+
+def test_copies_that_do_not_fit_are_refused_before_the_first_is_read(under, checkpoint, monkeypatch):
+    under()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    few = host_capacity()
+    few = replace(few, total_bytes=1 << 20)
+    monkeypatch.setattr(early_refusal, "host_capacity", lambda: few)
+    with pytest.raises(InfeasiblePlanError, match=r"8 ranks .* MiB together of 1.0 MiB of host memory; save it in"):
+        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)

@@ -9,6 +9,8 @@ import torch
 import transformers.integrations.deepspeed as hf_deepspeed
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from lazytrain_plugin.runtime.streamed_file import _mapped_ranges
+
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
@@ -70,6 +72,16 @@ def test_from_pretrained_gives_the_saved_weights(hf_config, checkpoint):
     assert not any(hasattr(parameter, "ds_id") or parameter.is_meta for parameter in model.parameters())
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, plain[name]), name
+
+
+def test_weights_rest_in_a_mapping_of_the_file_that_all_ranks_share(hf_config, checkpoint):
+    """S-07: N ranks that load a model take the memory of one, until the engine holds it for all of them."""
+    hf_config()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    ranges = _mapped_ranges(str((checkpoint / "model.safetensors").resolve()))
+    for name, weight in model.named_parameters():
+        start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+        assert any(first <= start and end <= last for first, last, _ in ranges), name
 
 
 def test_from_config_initializes_as_without_deepspeed(hf_config):
