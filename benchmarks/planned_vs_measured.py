@@ -63,6 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--state-bits", type=int, choices=(8, 32), default=8)
+    parser.add_argument("--fidelity", choices=("exact", "balanced", "compact"), help="default: what --state-bits says")
     parser.add_argument("--cpu-gib", type=float, help="host budget; default: what is free")
     parser.add_argument("--layers", type=int, help="another depth than the shape's")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
@@ -78,7 +79,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the random plans")
     parser.add_argument("--save-plans", type=Path, help="write the plans of all rounds to this folder")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.fidelity is None:
+        arguments.fidelity = "balanced" if arguments.state_bits == 8 else "exact"
+    elif (arguments.fidelity == "exact") != (arguments.state_bits == 32):
+        parser.error(f"--fidelity {arguments.fidelity} has states of other bits; give --state-bits too")
+    return arguments
 
 
 def main() -> int:
@@ -302,7 +308,7 @@ def deepspeed_config(arguments: argparse.Namespace) -> dict:
             "params": {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
         },
         "lazytrain": {
-            "fidelity": "balanced" if arguments.state_bits == 8 else "exact",
+            "fidelity": arguments.fidelity,
             "gpu_memory_gib": arguments.gpu_gib if arguments.device == "cuda" else None,
             "cpu_memory_gib": arguments.cpu_gib,
             "nvme_path": [str(path) for path in arguments.nvme] if arguments.nvme else None,
@@ -363,6 +369,7 @@ def print_line(arguments: argparse.Namespace, **values) -> None:
         "batch": arguments.batch,
         "seq": arguments.seq,
         "state_bits": arguments.state_bits,
+        "fidelity": arguments.fidelity,
         "cpu_budget_gib": arguments.cpu_gib,
         "accumulation": arguments.accumulation,
     }

@@ -95,9 +95,8 @@ def parks_saved(problem: PlacementProblem) -> bool:
 
 
 def parks_gradients(problem: PlacementProblem) -> bool:
-    """Whether gradients may rest on NVMe, which the runtime has for one rank."""
-    allowed = problem.capabilities.nvme_gradients and problem.local_ranks == 1
-    return problem.has_gpu and problem.has_nvme and allowed
+    """Whether gradients may rest on NVMe."""
+    return problem.has_gpu and problem.has_nvme and problem.capabilities.nvme_gradients
 
 
 def input_tiers(problem: PlacementProblem) -> list[Tier]:

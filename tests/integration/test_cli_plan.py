@@ -21,6 +21,7 @@ from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import Event, Resource
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
+from lazytrain_plugin.units import format_bytes
 
 HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
 H200 = str(HARDWARE / "h200_1x.json")
@@ -499,7 +500,7 @@ def test_need_is_what_a_budget_must_hold(lazytrain, profile_2b, tmp_path):
     for text in (planned, explained, lazytrain("explain", out).stdout):
         row = next(line for line in text.splitlines() if line.startswith("│ host"))
         assert f"│ {need_bytes / 2**30:.1f} GiB │" in row
-        saving = f"saving beyond a step {(need_bytes - plan.predicted_bytes['cpu']) / 2**30:.1f} GiB"
+        saving = f"saving beyond a step {format_bytes(need_bytes - plan.predicted_bytes['cpu'])}"
         assert saving in " ".join(text.replace("│", " ").split())  # the cell may be folded
     explain = ["explain", out, "--model", profile_2b, *options[2:], "--cpu-memory-gib"]
     assert "the plan doesn't fit" not in lazytrain(*explain, need_bytes / 2**30 + 0.001).stdout

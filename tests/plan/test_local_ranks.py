@@ -162,7 +162,8 @@ DISK = {"nvme_bytes": 1 << 40, "nvme_read_bytes_per_s": 2e9, "nvme_write_bytes_p
 
 def on_disk(home):
     """The same plan for one rank and for three: units on disk, with the replayed step."""
-    machine, request = builders.hardware(**DISK), PlanRequest(max_tokens=TOKENS, capabilities=Capabilities(nvme=True))
+    able = Capabilities(nvme=True, nvme_gradients=True)
+    machine, request = builders.hardware(**DISK), PlanRequest(max_tokens=TOKENS, capabilities=able)
     found = []
     for count in (1, 3):
         problem = build_problem(builders.model(), machine, replace(request, local_ranks=count))
@@ -171,36 +172,45 @@ def on_disk(home):
     return found
 
 
-@pytest.mark.parametrize("home", ["nvme_states", "nvme"])
+@pytest.mark.parametrize("home", ["nvme_states", "nvme_gradients", "nvme", "nvme_all"])
 def test_ranks_divide_states_on_disk_and_each_reads_whole_weights(home):
     (one, plan, alone), (three, _, together) = on_disk(home)
     ledgers = account(one, plan), account(three, plan)
     assert ledgers[0].nvme == ledgers[1].nvme  # once, for all
     cost = one.units[0]
-    weights = cost.weight_bytes if home == "nvme" else 0
+    weights = cost.weight_bytes if home in ("nvme", "nvme_all") else 0
+    divided = cost.rest_state_bytes + (cost.gradient_bytes if home in ("nvme_gradients", "nvme_all") else 0)
     slots = [ledger.cpu["NVMe slots"] for ledger in ledgers]
-    assert slots[0] == one.nvme_slots * (cost.rest_state_bytes + weights)
-    assert slots[1] == pytest.approx(one.nvme_slots * (cost.rest_state_bytes + 3 * weights), abs=100)
+    assert slots[0] == one.nvme_slots * (divided + weights)
+    assert slots[1] == pytest.approx(one.nvme_slots * (divided + 3 * weights), abs=100)
     events = [{event.name: event for event in times.events} for times in (alone, together)]
     durations = lambda name: [found[name].end_s - found[name].start_s for found in events]  # noqa: E731
-    for name in (f"read {cost.name}", f"write {cost.name}"):
+    names = [f"read {cost.name}", f"write {cost.name}"]
+    for name in [*names, f"write gradients {cost.name}"] if divided > cost.rest_state_bytes else names:
         assert durations(name)[0] == pytest.approx(durations(name)[1])
-    if home == "nvme":
+    if weights:
         fetched = durations(f"read {cost.name} (backward)")
         assert fetched[1] == pytest.approx(3 * fetched[0]) == pytest.approx(3 * weights / DISK["nvme_read_bytes_per_s"])
 
 
-def test_the_program_puts_on_disk_what_ranks_do_not_hold_in_memory():
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_program_puts_on_disk_what_ranks_do_not_hold_in_memory(gradients):
     model = builders.model(8)
     machine = builders.hardware(**DISK)
-    request = PlanRequest(max_tokens=TOKENS, capabilities=Capabilities(nvme=True), local_ranks=2)
+    able = Capabilities(nvme=True, nvme_gradients=gradients)
+    request = PlanRequest(max_tokens=TOKENS, capabilities=able, local_ranks=2)
     problem = build_problem(model, machine, request)
-    need = account(problem, leanest_plan(problem)).need_bytes()
-    states = sum(cost.rest_state_bytes for cost in problem.units)
-    request = replace(request, gpu_budget_bytes=need["gpu"], cpu_budget_bytes=need["cpu"] - states // 3)
+    lean = leanest_plan(problem)
+    need = account(problem, lean).need_bytes()
+    host = need["cpu"] - sum(cost.rest_state_bytes for cost in problem.units) // 3
+    if gradients:  # what all states and weights on the disk would leave is too much
+        without = account(problem, lean.with_units(**HOMES["nvme"])).need_bytes()["cpu"]
+        host = without - sum(cost.gradient_bytes for cost in problem.units) // 4
+    request = replace(request, gpu_budget_bytes=need["gpu"], cpu_budget_bytes=host)
     plan = make_plan(model, machine, request)
     check_plan(plan, model, machine, request)
     assert any(unit.states == Tier.NVME for unit in plan.units)
+    assert any(unit.gradient_tier == Tier.NVME for unit in plan.units) == gradients
     assert plan.solver["gap_frac"] > -0.01  # the program's bound is not above the replay
 
 
