@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--activations",
-        choices=("attention", "matmuls", "keep"),
+        choices=("attention", "mlp", "matmuls", "keep"),
         default="keep",
         help="what --keep-units units save",
     )

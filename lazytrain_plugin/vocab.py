@@ -25,10 +25,16 @@ class Activations(StrEnum):
     """Only its input; the forward runs again in backward."""
     ATTENTION = "attention"
     """Input and attention outputs; the rest runs again."""
+    MLP = "mlp"
+    """Outputs of the matrix products that come after attention; attention and what it reads run again."""
     MATMULS = "matmuls"
     """Outputs of matrix products and of attention; only element-wise work runs again."""
     KEEP = "keep"
     """Every saved tensor except weights."""
+
+
+MAY_BE_CODED = frozenset((Activations.MLP, Activations.MATMULS))
+"""What plans save in fewer bits."""
 
 
 class Fidelity(StrEnum):

@@ -18,7 +18,7 @@ import torch
 from lazytrain_plugin.errors import first_line
 from lazytrain_plugin.runtime.operator_errors import OperatorErrors, watch_operators
 from lazytrain_plugin.runtime.quantized_saves import FORMATS
-from lazytrain_plugin.vocab import Activations
+from lazytrain_plugin.vocab import MAY_BE_CODED
 
 if TYPE_CHECKING:
     from lazytrain_plugin.runtime.executor import Executor
@@ -92,7 +92,7 @@ def averaged(rows: list[Errors]) -> Errors:
 
 def _saves_codes(unit: Unit) -> bool:
     plan = unit.home.plan
-    return plan.activations == Activations.MATMULS and min(plan.saved_bits, plan.boundary_bits) < 16
+    return plan.activations in MAY_BE_CODED and min(plan.saved_bits, plan.boundary_bits) < 16
 
 
 def measure(call: UnitCall, inputs: list[torch.Tensor], output_gradients) -> Errors:

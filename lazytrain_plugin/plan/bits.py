@@ -92,8 +92,9 @@ def choose_bits_again(problem: PlacementProblem, plan: PlacementPlan) -> Placeme
     exchange rate allows."""
 
     def fewest(cost: UnitCost, unit: UnitPlan) -> UnitPlan:
-        bits = cost.planned_bits(unit.activations)
-        return replace(unit, saved_bits=bits, boundary_bits=bits) if is_lossy(unit) and bits < 16 else unit
+        if not is_lossy(unit) or cost.planned_bits(unit.activations) == 16:
+            return unit
+        return replace(unit, **cost.planned_formats(unit.activations))
 
     units = tuple(fewest(cost, unit) for cost, unit in zip(problem.units, plan.units, strict=True))
     judge, least = Judge(problem), replace(plan, units=units)

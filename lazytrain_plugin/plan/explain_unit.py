@@ -111,7 +111,7 @@ def _others(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan, *, stem: 
         keeps = {"boundary": Tier.GPU} if activations == Activations.KEEP and unit.boundary is None else {}
         yield (
             text + tiers[tier],
-            replace(unit, activations=activations, saved=tier, saved_bits=bits, boundary_bits=bits, **keeps),
+            replace(unit, activations=activations, saved=tier, **cost.planned_formats(activations), **keeps),
         )
     yield from _other_bits(problem, cost, unit)
     if unit.boundary is None:

@@ -306,8 +306,7 @@ class _Placer:
         ]
         saving = {}
         for u in free:
-            bits = self.problem.units[u].planned_bits(activations)
-            saves = {"activations": activations, "saved_bits": bits, "boundary_bits": bits}
+            saves = {"activations": activations, **self.problem.units[u].planned_formats(activations)}
             saving[u] = self._once(u, replace(plan.units[u], **saves))
 
         def with_last(count: int) -> Candidate:

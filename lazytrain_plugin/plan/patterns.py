@@ -124,8 +124,7 @@ class Family:
             home = "stream"
         if not cost.can(activations):
             activations, saved = RECOMPUTED
-        bits = cost.planned_bits(activations)
-        choices = {"activations": activations, "saved": saved, "saved_bits": bits, "boundary_bits": bits}
+        choices = {"activations": activations, "saved": saved, **cost.planned_formats(activations)}
         unit = replace(self._plan.units[u], **HOMES[home], **choices, boundary=boundary)
         self._units[u, home_index, saving_index, boundary] = unit
         return unit

@@ -18,7 +18,7 @@ from lazytrain_plugin.plan.unit_cost import STEM_STAGING_BYTES, StrategyCost, Un
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile, StrategyProfile, UnitProfile, UnitRole
 from lazytrain_plugin.units import GIB, MIB
-from lazytrain_plugin.vocab import Activations, Fidelity
+from lazytrain_plugin.vocab import MAY_BE_CODED, Activations, Fidelity
 
 GPU_RESERVE_BYTES = int(1.44 * GIB)
 """CUDA context, library workspaces, what the allocator holds whatever the plan."""
@@ -381,6 +381,6 @@ def _strategy_cost(
         attention_bytes=strategy.attention_bytes_per_token * tokens,
         fused_bytes=strategy.fused_bytes_per_token * tokens,
         element_bytes=element_bytes,
-        bits=bits if strategy.activations == Activations.MATMULS else 16,
+        bits=bits if strategy.activations in MAY_BE_CODED else 16,
         coding=coding,
     )

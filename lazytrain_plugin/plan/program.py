@@ -161,8 +161,7 @@ def _read_plan(problem: PlacementProblem, v: variables.Variables, values: list[f
                 state_bits=cost.state_bits,
                 activations=activations,
                 saved=saved,
-                saved_bits=cost.planned_bits(activations),
-                boundary_bits=cost.planned_bits(activations),
+                **cost.planned_formats(activations),
                 boundary=program_inputs.place_of_input(v, u, chosen),
             )
         )

@@ -21,7 +21,7 @@ from lazytrain_plugin.vocab import Activations, Tier
 
 REPLAYED_UNITS = 50_000
 """Units in all patterns looked at: a second or two, whatever the model's depth."""
-TRIES_PER_UNIT = 50
+TRIES_PER_UNIT = 100
 """Small models have few patterns."""
 POLISHED_UNITS = 25_000
 """As `REPLAYED_UNITS`, for orders of one pattern."""

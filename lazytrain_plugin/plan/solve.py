@@ -22,7 +22,7 @@ from lazytrain_plugin.plan.replay import Judge
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.search import polished, search_patterns
-from lazytrain_plugin.plan.simplify import simplest
+from lazytrain_plugin.plan.simplify import LEAST_GAIN_FRAC, simplest
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
@@ -46,6 +46,7 @@ ROUNDS_FRAC = 0.75
 """Of the time that is left when they begin; the rest is for searches with fewer families."""
 FEWER_TRIES_FRAC = 0.3
 """Of the tries of a search, where a family is left out."""
+FEWER_ROUNDS = 3
 FEWER_ERRORS_TRIES = 3
 """Of the fastest plans found, how many get their bits chosen, for the one whose error is the least."""
 FAMILIES = (
@@ -234,16 +235,20 @@ def _search(problem: PlacementProblem, deadline: Deadline, gap_frac: float) -> t
 
 
 def _search_without_families(problem: PlacementProblem, found: _Found, deadline: Deadline) -> None:
-    """Looks without each family that the best placement uses: more freedom must not lead to a slower plan."""
-    before_s = found.best_s
+    """Looks without each family: more freedom must not lead to a slower plan, and with less to choose from a search
+    gets further. Again from what was found so, as long as that helps."""
     fewer_freedoms = [replace(problem, capabilities=fewer) for fewer in fewer_capabilities(problem.capabilities)]
     if may_code(problem):
         fewer_freedoms.append(without_codes(problem))
-    for fewer in fewer_freedoms:
-        if found.best is not None and not allows(fewer, found.best):
-            plan = search_patterns(fewer, found.best, tries_frac=FEWER_TRIES_FRAC, deadline=deadline)
-            found.add(plan, of_others=True)
-    if found.best_s < before_s:
+    for _ in range(FEWER_ROUNDS):
+        before_s = found.best_s
+        for fewer in fewer_freedoms:
+            if found.best is not None:
+                of_others = not allows(fewer, found.best)
+                plan = search_patterns(fewer, found.best, tries_frac=FEWER_TRIES_FRAC, deadline=deadline)
+                found.add(plan, of_others=of_others)
+        if found.best_s >= before_s * (1 - LEAST_GAIN_FRAC):
+            break
         found.add(search_patterns(problem, found.best, deadline=deadline))
         found.polish(deadline)
 

@@ -212,7 +212,7 @@ class UnitCost:
 
     def spared_input_bytes(self, activations: Activations) -> int:
         """By how much the input is smaller in the bits that the planner plans with for a strategy."""
-        return self.boundary_bytes - self.boundary_bytes_in(self.planned_bits(activations))
+        return self.boundary_bytes - self.boundary_bytes_in(self.planned_boundary_bits(activations))
 
     @property
     def most_spared_input_bytes(self) -> int:
@@ -226,8 +226,7 @@ class UnitCost:
 
     def recompute_s(self, activations: Activations) -> float:
         """What a strategy computes again in backward, and coding in the bits that the planner plans with."""
-        bits = self.planned_bits(activations)
-        return self.again_s(activations, bits, bits)
+        return self.again_s(activations, self.planned_bits(activations), self.planned_boundary_bits(activations))
 
     def again_s(
         self, activations: Activations, saved_bits: int, boundary_bits: int, *, input_leaves: bool = False

@@ -57,7 +57,14 @@ def operator_kind(operator: object) -> OperatorKind:
 
 
 def saves(activations: Activations, kind: OperatorKind) -> bool:
-    """Whether a strategy saves the outputs of such operators."""
+    """Whether a strategy saves the outputs of such operators; MLP of those after attention (`forgets_earlier`)."""
     if activations == Activations.MATMULS:
         return kind in (OperatorKind.ATTENTION, OperatorKind.MATMUL)
+    if activations == Activations.MLP:
+        return kind == OperatorKind.MATMUL
     return activations == Activations.ATTENTION and kind == OperatorKind.ATTENTION
+
+
+def forgets_earlier(activations: Activations, kind: OperatorKind) -> bool:
+    """Whether a strategy saves nothing of what ran before such an operator: attention, for which it runs again."""
+    return activations == Activations.MLP and kind == OperatorKind.ATTENTION

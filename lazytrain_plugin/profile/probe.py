@@ -19,12 +19,13 @@ from torch.utils.flop_counter import flop_registry
 
 from lazytrain_plugin.profile.attention_core import AttentionCore
 from lazytrain_plugin.profile.model import StrategyProfile
-from lazytrain_plugin.profile.operator_kinds import OperatorKind, operator_kind, saves
-from lazytrain_plugin.vocab import Activations
+from lazytrain_plugin.profile.operator_kinds import OperatorKind, forgets_earlier, operator_kind, saves
+from lazytrain_plugin.vocab import MAY_BE_CODED, Activations
 
 FLOP_PER_MOVED_BYTE = 150.0
 """Element-wise work takes as long as this many FLOP of matrix products for each byte read or written: the ratio of the
 two measured rates on an H200; 73 (RTX 3090) to 200 (H100) by data sheet."""
+STRATEGIES = tuple(activations for activations in Activations if activations != Activations.KEEP)
 _CLASSES = (
     ("norm", re.compile(r"norm|(^|\.)ln_")),
     ("qkv", re.compile(r"(^|\.)(q|k|v|qkv|q_proj|k_proj|v_proj|qkv_proj|c_attn|query|key|value|query_key_value)$")),
@@ -85,8 +86,12 @@ class Probe:
         elementwise = FLOP_PER_MOVED_BYTE * self.moved_bytes
         total = sum(work) + elementwise
         found = []
-        for activations in (Activations.RECOMPUTE, Activations.ATTENTION, Activations.MATMULS):
-            saved = [p.needed and saves(activations, p.kind) for p in self.products]
+        for activations in STRATEGIES:
+            earlier = [i for i, p in enumerate(self.products) if forgets_earlier(activations, p.kind)]
+            if activations == Activations.MLP and not earlier:
+                continue  # attention is written out, and its scores would be saved
+            begin = max(earlier, default=0)
+            saved = [i >= begin and p.needed and saves(activations, p.kind) for i, p in enumerate(self.products)]
             again = sum(w for w, p, is_saved in zip(work, self.products, saved) if p.needed and not is_saved)
             saved_bytes = sum(p.output_bytes for p, is_saved in zip(self.products, saved) if is_saved)
             attention = sum(p.output_bytes for p, s in zip(self.products, saved) if s and p.in_attention)
@@ -99,7 +104,7 @@ class Probe:
                     saved_bytes_per_token=-(-int(saved_bytes * 1024) // 1024),
                     recompute_frac=round((again + elementwise) / total, 4),
                     attention_bytes_per_token=-(-int(attention * 1024) // 1024),
-                    fused_bytes_per_token=int(fused) if activations == Activations.MATMULS else 0,
+                    fused_bytes_per_token=int(fused) if activations in MAY_BE_CODED else 0,
                 )
             )
         return tuple(found)

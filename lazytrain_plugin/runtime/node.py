@@ -42,7 +42,7 @@ from lazytrain_plugin.runtime.saved_hooks import address_of, drop, refuse_droppe
 from lazytrain_plugin.runtime.selective import NOTHING, Recorder, Recording, Replay
 from lazytrain_plugin.runtime.tail import WrongWayError
 from lazytrain_plugin.runtime.tree import flatten_tensors
-from lazytrain_plugin.vocab import Activations, Tier
+from lazytrain_plugin.vocab import MAY_BE_CODED, Activations, Tier
 
 if TYPE_CHECKING:
     from lazytrain_plugin.runtime.executor import Executor
@@ -226,7 +226,7 @@ class UnitCall:
         """Within: fused operators make the codes of what they read, for the encoder to take."""
         if self.encoder is None:
             return contextlib.nullcontext()
-        saves_products = self.saved_bits < 16 and self.activations == Activations.MATMULS
+        saves_products = self.saved_bits < 16 and self.activations in MAY_BE_CODED
         self.encoder.fused = FusedSaves(
             FORMATS[self.saved_bits] if saves_products else None,
             input_format=FORMATS[self.boundary_bits] if self.late else None,

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lazytrain_plugin.kernels.fused_saves import FusedSaves
-from lazytrain_plugin.profile.operator_kinds import OperatorKind, operator_kind, saves
+from lazytrain_plugin.profile.operator_kinds import OperatorKind, forgets_earlier, operator_kind, saves
 from lazytrain_plugin.runtime.activation_store import Handle
 from lazytrain_plugin.runtime.quantized_saves import Codes
 from lazytrain_plugin.vocab import Activations
@@ -175,6 +175,10 @@ class Recorder(Mode):
             if not torch.equal(after := generator.get_state(), state):
                 call.rng_after.append((generator, after))
         self._calls.append(call)
+        if forgets_earlier(self._activations, kind):
+            for earlier in self._calls:
+                earlier.outputs, earlier.versions = None, []
+            self._holders.clear()
         return result
 
     def _copy_before_write(self, schema, args, kwargs) -> None:

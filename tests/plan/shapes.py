@@ -45,6 +45,7 @@ def profile(shape: str, *, sequence_length: int = 1024) -> ModelProfile:
         ]
         tensors += [tensor(f"layers.{index}.norm{i}", hidden) for i in (1, 2)]
         matrices = 2.0 * (2 * query * hidden + 2 * kv * hidden + 3 * mlp * hidden * top)
+        attended = 2.0 * (query + 2 * kv) * hidden + 2.0 * sequence_length * query
         flop = matrices + 2.0 * sequence_length * query
         return UnitProfile(
             name=f"layers.{index}",
@@ -59,6 +60,12 @@ def profile(shape: str, *, sequence_length: int = 1024) -> ModelProfile:
                     activations=Activations.ATTENTION,
                     saved_bytes_per_token=2 * query + 4 * (query // 128),
                     recompute_frac=1 - (2.0 * sequence_length * query) / flop,
+                ),
+                StrategyProfile(
+                    activations=Activations.MLP,
+                    saved_bytes_per_token=2 * 2 * mlp * top + 2 * hidden,
+                    recompute_frac=0.06 + attended / flop,
+                    fused_bytes_per_token=2 * 2 * mlp if experts == 1 else 0,
                 ),
                 StrategyProfile(
                     activations=Activations.MATMULS,

@@ -57,12 +57,22 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
-def gradients(device, *, bits=4, boundary_bits=4, tier=Tier.GPU, looks=False, backwards=1, dtype=torch.bfloat16):
+def gradients(
+    device,
+    *,
+    activations=Activations.MATMULS,
+    bits=4,
+    boundary_bits=4,
+    tier=Tier.GPU,
+    looks=False,
+    backwards=1,
+    dtype=torch.bfloat16,
+):
     torch.manual_seed(0)
     model = Model(looks).to(device, dtype)
     plan = plan_for(model, device=device)
     changes = {"saved_bits": bits, "boundary_bits": boundary_bits, "saved": tier, "boundary": tier}
-    units = tuple(replace(unit, activations=Activations.MATMULS, **changes) for unit in plan.units)
+    units = tuple(replace(unit, activations=activations, **changes) for unit in plan.units)
     plan = replace(plan, units=units, activation_slots=1, fidelity=Fidelity.COMPACT)
     executor = make_executor(model, plan, device=device)
     ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
@@ -97,6 +107,14 @@ def test_bits_are_those_of_separate_passes(monkeypatch, device, tier, bits):
     exact = gradients(device, bits=16, boundary_bits=16)
     assert torch.equal(ours[0], exact[0])
     assert not all(torch.equal(a, b) for a, b in zip(ours, exact, strict=True))  # something was coded
+
+
+@devices
+def test_nothing_is_encoded_apart_where_products_after_attention_are_saved(monkeypatch, device):
+    original, passes = blockwise.quantize, []
+    monkeypatch.setattr(blockwise, "quantize", lambda *args, **kwargs: passes.append(1) or original(*args, **kwargs))
+    gradients(device, activations=Activations.MLP, boundary_bits=16)
+    assert not passes
 
 
 @devices

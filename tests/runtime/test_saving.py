@@ -307,15 +307,17 @@ def test_backward_runs_nothing_that_was_saved(device):
     counts = {activations: ran_in_backward(activations, device) for activations in Activations}
     attention = {activations: count for activations, (count, _) in counts.items()}
     products = {activations: count for activations, (_, count) in counts.items()}
-    assert attention == {"recompute": 1, "attention": 0, "matmuls": 0, "keep": 0}
+    assert attention == {"recompute": 1, "attention": 0, "mlp": 1, "matmuls": 0, "keep": 0}
     # Backward's own are two per matrix. Of the layer's seven, the last one's value is needed by nobody.
     assert products[Activations.KEEP] == products[Activations.MATMULS] == 14
     assert products[Activations.RECOMPUTE] == products[Activations.ATTENTION] == 14 + 6
+    assert products[Activations.MLP] == 14 + 3  # of what attention reads
 
 
 @devices
 def test_bytes_per_strategy(device):
-    """Attention saves its output and logsumexp; matmuls the outputs of six matrices too; keep everything."""
+    """Attention saves its output and logsumexp; matmuls the outputs of six matrices too, mlp of three of
+    them alone, after attention; keep everything."""
     saved = {}
     batch, tokens, hidden = 3, 40, 32
     heads = hidden // HEAD_DIM
@@ -334,6 +336,7 @@ def test_bytes_per_strategy(device):
     if device == "cpu":  # kernels of a GPU pad
         assert saved[Activations.ATTENTION] == hidden + heads
         assert saved[Activations.MATMULS] == 5 * hidden + heads + 2 * wide
+        assert saved[Activations.MLP] == hidden + 2 * wide
     assert saved[Activations.ATTENTION] < saved[Activations.MATMULS] / 3
     assert saved[Activations.MATMULS] < saved[Activations.KEEP] / 1.4
     assert saved[Activations.KEEP] == bytes_saved_by_torch(Layer(hidden).to(device), x) / (4 * batch * tokens)
@@ -406,7 +409,7 @@ def test_a_layer_that_takes_another_way_the_second_time(device, activations, whe
         return Model([Caching() for _ in range(2)])
 
     steps = [[ids] for ids in batches(3, device)]
-    if where == "last" and activations in (Activations.ATTENTION, Activations.MATMULS):
+    if where == "last" and activations in (Activations.ATTENTION, Activations.MLP, Activations.MATMULS):
         with pytest.raises(RuntimeError, match="another way"):
             trained(make, device, steps, lambda m: plan_saving(m, device, activations))
         return
