@@ -325,6 +325,15 @@ def test_what_no_batch_fits_is_refused_before_weights_move(device, tmp_path, mon
     assert not placed
 
 
+def test_a_checkpoint_is_loaded_into_states_as_wide_as_those_of_the_first_batch(device, tmp_path, monkeypatch):
+    """The embedding's 32-bit moments would lose their lower bits on the way."""
+    placed, place = [], Executor.place
+    monkeypatch.setattr(Executor, "place", lambda self, plan: (placed.append(plan), place(self, plan)))
+    run(tmp_path, device, block={"fidelity": "balanced"}, max_steps=1)
+    before, after = ({unit.name: unit.state_bits for unit in (*plan.units, *plan.stem)} for plan in placed[:2])
+    assert before == after and {*before.values()} == {8, 32}
+
+
 @pytest.mark.parametrize(
     ("bits", "switch"), [("state_bits", "optimizer.state_bits"), ("gradient_bits", "gradients.bits")]
 )

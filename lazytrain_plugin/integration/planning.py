@@ -363,12 +363,15 @@ class Planner:
     def _everything_on_the_cpu(self) -> PlacementPlan:
         gradient_bits = self._config.resting_gradient_bits
         stem_home = Tier.GPU if self._device.type == "cuda" else Tier.CPU
+        # A checkpoint may be loaded into these states: they must not have fewer bits than those of the next plan.
+        request, profile = self._request_for(self._least_tokens), self.model_profile
+        bits = {unit.name: request.state_bits_of(unit.role) for unit in (*profile.units, *profile.stem)}
         unit = lambda found, weights: UnitPlan(  # noqa: E731
             name=found.name,
             weights=weights,
             states=Tier.CPU,
             updater=Updater.CPU,
-            state_bits=self._state_bits,
+            state_bits=bits[found.name],
             gradient_bits=gradient_bits,
         )
         return PlacementPlan(

@@ -16,7 +16,7 @@ from lazytrain_plugin.plan.formats import CodingRates, GradientErrors
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.unit_cost import STEM_STAGING_BYTES, StrategyCost, UnitCost
 from lazytrain_plugin.profile.hardware import HardwareProfile
-from lazytrain_plugin.profile.model import ModelProfile, StrategyProfile, UnitProfile, UnitRole
+from lazytrain_plugin.profile.model import ModelProfile, StrategyProfile, UnitProfile
 from lazytrain_plugin.units import GIB, MIB
 from lazytrain_plugin.vocab import MAY_BE_CODED, Activations, Fidelity
 
@@ -204,7 +204,7 @@ def build_problem(model: ModelProfile, hardware: HardwareProfile, request: PlanR
             tokens=request.max_tokens,
             coding=CodingRates(*hardware.coding_bytes_per_s),
         )
-        bits = request.embedding_state_bits if unit.role == UnitRole.EMBEDDING else request.state_bits
+        bits = request.state_bits_of(unit.role)
         cost = _unit_cost(unit, hardware, request.max_tokens, bits, request.accumulation_steps, saving)
         cost = _with_codes(cost, unit, hardware, request)
         sharing_nodes = request.nodes if request.shards_job else 1

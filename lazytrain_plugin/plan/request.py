@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.cluster import Cluster
+from lazytrain_plugin.profile.model import UnitRole
 from lazytrain_plugin.units import GIB
 from lazytrain_plugin.vocab import LEAST_ACTIVATION_BITS, Activations, Fidelity, Shard
 
@@ -119,6 +120,10 @@ class PlanRequest:
     state_slots: int = STATE_SLOTS
     activation_slots: int = ACTIVATION_SLOTS
     nvme_slots: int = NVME_SLOTS
+
+    def state_bits_of(self, role: UnitRole) -> int:
+        """Of a unit's optimizer states."""
+        return self.embedding_state_bits if role == UnitRole.EMBEDDING else self.state_bits
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fidelity", Fidelity(self.fidelity))

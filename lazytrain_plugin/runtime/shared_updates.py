@@ -44,9 +44,9 @@ class SharedUpdates(CpuUpdates):
     ) -> None:
         super().__init__(executor, nvme)
         self._between = between
-        self._sender = None if between is None else UpdateWorker("weights")
         self._streamed = streamed
         begin = executor.streams.use_device
+        self._sender = None if between is None else UpdateWorker("weights", begin=begin)
         self._launcher = UpdateWorker(begin=begin)
         units = executor.all_units
         self._counters = ranks.update_counters(len(units))

@@ -147,7 +147,7 @@ class Streams:
         if self.is_cuda and event is not None:
             stream.wait_event(event)
 
-    def reach(self, event) -> None:
+    def reach(self, event, poll_s: float = POLL_S) -> None:
         """The host waits for `event`; raises what `patience` raises, for there may be no other end to it."""
         if self.patience is None:
             event.synchronize()
@@ -157,7 +157,7 @@ class Streams:
             if (now := time.monotonic()) >= look + LOOK_UP_S:
                 look = now
                 self.patience(now - begin)
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
 
     def compute_waits(self, event, cause: str, *, since=None) -> None:
         """Makes the compute stream wait for `event` and books the time under `cause`.

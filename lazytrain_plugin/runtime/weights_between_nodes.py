@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from lazytrain_plugin.plan.simulate import Resource
-from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.rank_group import POLL_S, RankGroup
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.units import MIB, align_up
@@ -63,7 +63,7 @@ class WeightsBetweenNodes:
             rows = self._rows(nodes + 1, size)
             for start in range(0, longest, size):
                 self._bring(unit, [_piece(place, start, size) for place in places], rows)
-        streams.record(self._stream, blocking=True).synchronize()
+        streams.reach(streams.record(self._stream), POLL_S)
 
     def _rows(self, count: int, size: int) -> torch.Tensor:
         if self._memory.numel() < count * size:
