@@ -154,6 +154,76 @@ def test_generate_between_steps_then_training_goes_on_on_parity(placement, tmp_p
     assert_bit_equal(weights, expected)
 
 
+# S-35: two models.
+
+
+def log_probability(logits, ids):
+    return -nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def preference_loss(reference):
+    """DPO: the trained model runs twice a step, `reference` without gradients."""
+
+    def loss(model, batch):
+        chosen, rejected = batch["input_ids"].chunk(2)
+        margin = [
+            log_probability(model(input_ids=ids).logits, ids) - log_probability(reference(ids), ids)
+            for ids in (chosen, rejected)
+        ]
+        return -nn.functional.logsigmoid(0.1 * (margin[0] - margin[1]))
+
+    return loss
+
+
+def distillation_loss(teacher):
+    def loss(model, batch):
+        ids = batch["input_ids"]
+        student = model(input_ids=ids).logits.log_softmax(-1)
+        return nn.functional.kl_div(student, teacher(ids).log_softmax(-1), log_target=True)
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["plain", "engine", "precomputed"])
+@pytest.mark.parametrize("make_loss", [distillation_loss, preference_loss])
+def test_a_frozen_teacher_or_reference_beside_the_trained_model(make_loss, kind, tmp_path):
+    """S-35: as a module of its own, under an engine of its own, or asked before training."""
+    batches = random_batches(3)
+    torch.manual_seed(8)
+    second = models.llama().requires_grad_(False).eval()
+    before = weights_of(second)
+
+    def frozen(ids):
+        with torch.no_grad():
+            return second(input_ids=ids).logits
+
+    expected, expected_norms = train_torch(llama(), [[batch] for batch in batches], loss=make_loss(frozen))
+    asked, own_engine = frozen, None
+    if kind == "precomputed":
+        known = {
+            part: frozen(part) for batch in batches for ids in [batch["input_ids"]] for part in (ids, *ids.chunk(2))
+        }
+        asked = lambda ids: next(v for part, v in known.items() if part.shape == ids.shape and (part == ids).all())  # noqa: E731
+    if kind == "engine":
+        own_engine = initialize(second, None, tmp_path / "second")
+        own_engine.eval()
+
+        def asked(ids):
+            with torch.no_grad():
+                return own_engine(input_ids=ids).logits.clone()
+
+    model = llama()
+    engine = initialize(model, adamw(model.parameters()), tmp_path / "first", placement=MIXED)
+    got, norms = run_engine(engine, [[batch] for batch in batches], loss=make_loss(asked))
+    engine.destroy()
+    if own_engine is not None:
+        assert not any(unit.trained for unit in own_engine.lazytrain.executor.all_units)
+        own_engine.destroy()
+    assert norms == pytest.approx(expected_norms, rel=1e-6)
+    assert_bit_equal(got, expected)
+    assert_bit_equal(weights_of(second), before)
+
+
 class InOrderSeq2SeqTrainer(transformers.Seq2SeqTrainer):
     def _get_train_sampler(self, *_):
         return torch.utils.data.SequentialSampler(self.train_dataset)

@@ -6,13 +6,16 @@ a second and not four imports.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +66,23 @@ def run_ranks(function: Any, world_size: int, *args: Any, device: str = "cpu", t
                 process.kill()
                 process.join()
         return results
+
+
+@contextlib.contextmanager
+def telling_others(path: Path) -> Iterator[None]:
+    """Whatever this rank raises, the others hear that it has."""
+    try:
+        yield
+    except BaseException:
+        path.touch()
+        raise
+
+
+def stay_until_told(path: Path) -> None:
+    """A rank that is alive and does nothing, until another one `telling_others` has given up."""
+    end = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def succeed(function: Any, world_size: int, *args: Any, **options: Any) -> list:

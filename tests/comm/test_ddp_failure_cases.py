@@ -1,5 +1,7 @@
 """What breaks other reductions in practice, with DDP on two ranks: odd model shapes, uneven epochs, odd gradients."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lazytrain_plugin
-from tests.comm.ranks import run_ranks, succeed
+from tests.comm.ranks import run_ranks, stay_until_told, succeed, telling_others
 from tests.comm.test_ddp import exact_gradients, reducer, wrap
 from tests.comm.test_reducer import gradient, make
 
@@ -92,7 +94,7 @@ def test_parity_of_odd_shapes(device, shape):
             assert num_unused > 0 or shape == "images on one rank"
 
 
-def uneven_epoch(rank, device, joined):
+def uneven_epoch(rank, device, folder, joined):
     torch.manual_seed(0)
     model = nn.Linear(33, 7).to(device)
     state = lazytrain_plugin.QuantizedReducer(
@@ -113,21 +115,20 @@ def uneven_epoch(rank, device, joined):
         with ddp.join():
             epoch()
         return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()]).cpu()
-    epoch()
+    with telling_others(Path(folder, "given up")):
+        epoch()
     if rank == 1:
-        import time
-
-        time.sleep(8)  # alive, and done with its epoch
+        stay_until_told(Path(folder, "given up"))
         raise RuntimeError("epoch ended")
 
 
-def test_join_lets_ranks_have_different_numbers_of_batches():
-    first, second = succeed(uneven_epoch, 2, True)
+def test_join_lets_ranks_have_different_numbers_of_batches(tmp_path):
+    first, second = succeed(uneven_epoch, 2, str(tmp_path), True)
     assert torch.equal(first, second) and first.isfinite().all()
 
 
-def test_without_join_the_waiting_rank_says_for_whom():
-    first, second = run_ranks(uneven_epoch, 2, False)
+def test_without_join_the_waiting_rank_says_for_whom(tmp_path):
+    first, second = run_ranks(uneven_epoch, 2, str(tmp_path), False)
     assert (
         "No sign of life from rank 1;" in first.text and "exchange between nodes of a gradient reduction" in first.text
     )

@@ -1,7 +1,9 @@
 """The quantized reducer on real ranks: error, identical bits, bytes, sizes and dtypes, NaN, failures."""
 
 import os
+import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from lazytrain_plugin.comm.parts import blocks_of_part
 from lazytrain_plugin.comm.reducer import QuantizedReducer
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.kernels import gradient_codes as codes
-from tests.comm.ranks import Failure, run_ranks, succeed
+from tests.comm.ranks import Failure, run_ranks, stay_until_told, succeed, telling_others
 
 pytestmark = pytest.mark.multiprocess
 LAYOUTS = [(2, 1), (4, 1), (4, 2)]
@@ -395,19 +397,21 @@ def test_a_dead_rank_stops_the_others_and_is_named(asynchronous, to_owners):
         assert "No sign of life from rank 1;" in text
 
 
-def hangs(rank, device):
+def hangs(rank, device, folder):
     reducer = make(1, timeout_s=2)
     values = gradient(100_000, seed=rank)
     reducer.reduce(values)
     if rank == 1:
-        time.sleep(7)
+        stay_until_told(Path(folder, "given up"))
         os._exit(0)
-    reducer.reduce(values)
+    with telling_others(Path(folder, "given up")):
+        reducer.reduce(values)
 
 
-def test_a_rank_that_hangs_is_named_after_the_time_out():
-    results = run_ranks(hangs, 2)
-    assert "No sign of life from rank 1;" in results[0].text and "after 2." in results[0].text
+def test_a_rank_that_hangs_is_named_after_the_time_out(tmp_path):
+    results = run_ranks(hangs, 2, str(tmp_path))
+    assert "No sign of life from rank 1;" in results[0].text
+    assert float(re.search(r"after (\d+\.\d) s", results[0].text)[1]) >= 2
 
 
 def test_parts_are_aligned_and_pad_little():

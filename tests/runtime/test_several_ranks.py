@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.vocab import Tier
-from tests.comm.ranks import Failure, run_ranks, succeed
+from tests.comm.ranks import Failure, run_ranks, stay_until_told, succeed, telling_others
 from tests.runtime.rig import HIDDEN, VOCAB, Block, Model, make_executor, plan_for
 
 STEPS = 5
@@ -75,6 +76,27 @@ class Skips(Model):
         return self.head(x)
 
 
+class Experts(Model):
+    """One expert for each rank's batch, and one that no batch asks for; as a tower without images does."""
+
+    def __init__(self):
+        super().__init__([ExpertBlock() for _ in range(2)])
+
+    def forward(self, ids):
+        for layer in self.layers:
+            layer.route = int(ids[0, 0])
+        return super().forward(ids)
+
+
+class ExpertBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, x):
+        return super().forward(x + self.experts[self.route](x))
+
+
 def frozen(model_class):
     model = model_class()
     for parameter in (*model.layers[0].parameters(), *model.embedding.parameters()):
@@ -82,7 +104,17 @@ def frozen(model_class):
     return model
 
 
-MODELS = {"plain": Model, "tied": Tied, "twice": Twice, "wide": Wide, "frozen": partial(frozen, Wide), "skips": Skips}
+MODELS = {
+    "plain": Model,
+    "tied": Tied,
+    "twice": Twice,
+    "wide": Wide,
+    "frozen": partial(frozen, Wide),
+    "skips": Skips,
+    "experts": Experts,
+}
+BY_FIRST_ROW = ("skips", "experts")
+"""What a rank runs depends on the first row of its own batch."""
 MOVES = ["gpu", "cpu", "mixed", "gpu", "streamed", "gpu", "streamed from gpu", "mixed"]
 """Another plan before every micro-batch."""
 CASES = {
@@ -112,6 +144,9 @@ CASES = {
     "frozen": {"model": "frozen"},
     "skips": {"model": "skips"},
     "skips, streamed": {"model": "skips", "home": "streamed"},
+    "experts": {"model": "experts"},
+    "experts, gpu": {"model": "experts", "home": "gpu"},
+    "experts, streamed": {"model": "experts", "home": "streamed", "keep": "mixed"},
     "twice, streamed": {"model": "twice", "home": "every kind"},
 }
 SAME_BITS = [(f"wide, {home}", "wide, cpu") for home in HOMES[1:]] + [
@@ -125,6 +160,8 @@ SAME_BITS = [(f"wide, {home}", "wide, cpu") for home in HOMES[1:]] + [
     ("skips, gpu", "skips"),
     ("accumulation, streamed", "accumulation"),
     ("skips, streamed", "skips"),
+    ("experts, gpu", "experts"),
+    ("experts, streamed", "experts"),
     ("twice, streamed", "twice"),
     ("clip, mixed", "clip"),
     ("accumulation, mixed", "accumulation"),
@@ -143,7 +180,7 @@ def global_batches(count, world_size):
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randint(0, VOCAB, (2 * world_size, 7), generator=generator) for _ in range(count)]
     for batch in batches:
-        batch[0, 0], batch[2, 0] = 0, 1  # what `Skips` looks at: the first rank skips, the second doesn't
+        batch[0, 0], batch[2, 0] = 0, 1  # what `BY_FIRST_ROW` look at: the ranks of two differ
     return batches
 
 
@@ -226,12 +263,11 @@ def two(request):
 
 
 def one_rank(name, device, world_size):
-    if not name.startswith("skips"):
+    if CASES[name]["model"] not in BY_FIRST_ROW:
         return run_case(None, torch.device(device), world_size, CASES[name])
-    # Ranks skip by their own first row: micro-batches stand for them.
-    case = {"model": "skips"}
+    # Micro-batches stand for the ranks.
     torch.manual_seed(7)
-    model = MODELS[case["model"]]()
+    model = MODELS[CASES[name]["model"]]()
     batches = [part for batch in global_batches(STEPS, world_size) for part in batch.chunk(world_size)]
     executor, norms = train(model, None, torch.device(device), batches, accumulation=world_size)
     return weights(executor), norms
@@ -281,6 +317,14 @@ def test_bits_do_not_depend_on_the_plan(two, name, like):
     assert found[name][1] == found[like][1]
     for key, values in found[like][0].items():
         assert torch.equal(found[name][0][key], values)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("experts")])
+def test_an_expert_without_tokens_on_any_rank_is_untouched(two, name):
+    """S-31, S-34: and one that a single rank used is trained, on both."""
+    found, initial = two[1][0][name][0], initial_weights(name)
+    for key, values in found.items():
+        assert torch.equal(values, initial[key]) == ("experts.2." in key), key
 
 
 def activations_on_disk(rank, device, disk):
@@ -345,6 +389,28 @@ def test_a_rank_that_is_killed_ends_the_other_one_at_once_with_its_name(device, 
     assert "CommunicationError: Rank 0: the " in other.text, other.text
     assert re.search("No sign of life from rank 1;|on rank 1 ended with that process;", other.text), other.text
     assert time.monotonic() - begin < 40
+
+
+def ends_its_epoch_early(rank, device, folder):
+    ranks = RankGroup(device, timeout_s=3)
+    model = MODELS["wide"]()
+    executor = make_executor(model, plan_for(model, device=device.type), device=str(device), native=True, ranks=ranks)
+    ranks.barrier("start")
+    with telling_others(Path(folder, "given up")):
+        for batch in global_batches(3 - rank, 2):
+            executor.begin_forward()
+            model.loss(batch.chunk(2)[rank].to(device)).backward()
+            executor.end_backward()
+            executor.step(0.0)
+    if rank == 1:
+        stay_until_told(Path(folder, "given up"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_with_more_batches_says_for_whom_it_waits(device, tmp_path):
+    """S-50: it ends after the time-out, instead of waiting for ever."""
+    longer, _ = run_ranks(ends_its_epoch_early, 2, str(tmp_path), device=device)
+    assert "CommunicationError: Rank 0: the " in longer.text and "No sign of life from rank 1;" in longer.text
 
 
 class NeverDone:

@@ -24,6 +24,14 @@ pytestmark = pytest.mark.usefixtures("everything_is_large")
 REPOSITORY = Path(__file__).parents[3]
 
 
+def test_s03_disks_need_no_library_of_asynchronous_io(disk):
+    """Nothing to install, detect or compile: the kernel is asked directly."""
+    tier = NvmeTier([disk])
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    tier.close()
+    assert not [path for path in libraries if "libaio" in path or "liburing" in path]
+
+
 class Odd(nn.Module):
     """1 element, 1,000,003 elements, primes; none is a multiple of a page, a block or a lane."""
 
