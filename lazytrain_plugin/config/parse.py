@@ -21,7 +21,6 @@ from lazytrain_plugin.config.folders import (
 from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig, Rule, show_json
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.units import GIB
-from lazytrain_plugin.vocab import Shard
 
 _UNIT_BYTES = {
     "": GIB,
@@ -62,11 +61,6 @@ def parse_block(block: dict) -> LazyTrainConfig:
         check_output_file(f"{BLOCK}.trace.path", config.trace.path)
         if config.trace.path == config.plan.path:
             raise ConfigError(f'"{BLOCK}.trace.path" and "{BLOCK}.plan.path" are one file; name another for the trace.')
-    if config.shard == Shard.JOB and config.nvme_path is not None:
-        raise ConfigError(
-            f'"{BLOCK}.shard" is "job" and "{BLOCK}.nvme_path" is set: states that are divided over all ranks rest in '
-            f'memory only. Leave out "{BLOCK}.nvme_path", or write "shard": "node".'
-        )
     for path in config.nvme_paths:
         check_nvme_folder(f"{BLOCK}.nvme_path", path)
     check_distinct_folders(f"{BLOCK}.nvme_path", config.nvme_paths)

@@ -7,9 +7,10 @@ from itertools import zip_longest
 
 from lazytrain_plugin.errors import InfeasiblePlanError, PlanMismatchError
 from lazytrain_plugin.plan.accounting import Ledger, account, nvme_bytes_allowed_per_step, nvme_written_bytes
+from lazytrain_plugin.plan.choices import WEIGHTS_AND_JOB
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, build_problem
-from lazytrain_plugin.plan.request import NVME_AND_JOB, PlanRequest
-from lazytrain_plugin.plan.result import PlacementPlan, uses_nvme
+from lazytrain_plugin.plan.request import PlanRequest
+from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.profile.hardware import HardwareProfile
 from lazytrain_plugin.profile.model import ModelProfile
 from lazytrain_plugin.units import format_bytes
@@ -95,8 +96,8 @@ def load_plan_file(
             f"{path} is for optimizer states that are divided over {plan.nodes} nodes, and here each node has all of "
             'them; set "shard": "job" in a job of several nodes, or plan again'
         )
-    if shard == Shard.JOB and uses_nvme(plan):
-        raise PlanMismatchError(f"{path} has something on NVMe: {NVME_AND_JOB}")
+    if shard == Shard.JOB and any(unit.weights == Tier.NVME for unit in plan.units):
+        raise PlanMismatchError(f"{path} has {WEIGHTS_AND_JOB}")
     for what, key, least, bits_of in (
         ("optimizer states", "optimizer.state_bits", state_bits, lambda unit: unit.state_bits),
         ("gradients", "gradients.bits", gradient_bits, lambda unit: unit.gradient_bits),

@@ -34,6 +34,12 @@ STEM_HOMES: dict[str, dict[str, Any]] = {
 """Stem weights rest on the GPU in any case."""
 
 
+WEIGHTS_AND_JOB = (
+    'weights on NVMe, but with "shard": "job" updated weights of all nodes meet in memory; plan again, or write '
+    '"shard": "node"'
+)
+
+
 def allows_home(problem: PlacementProblem, cost: UnitCost, home: str) -> bool:
     """Whether the machine has the tiers, the runtime the means, and the unit the states."""
     trains = cost.num_trainable > 0
@@ -45,8 +51,8 @@ def allows_home(problem: PlacementProblem, cost: UnitCost, home: str) -> bool:
         "mirror_update": problem.has_gpu and trains and problem.capabilities.streamed_states,
         "nvme_states": problem.has_gpu and trains and problem.has_nvme,
         "nvme_gradients": trains and parks_gradients(problem),
-        "nvme": problem.has_gpu and problem.has_nvme,
-        "nvme_all": trains and parks_gradients(problem),
+        "nvme": problem.has_gpu and problem.has_nvme and not problem.shards_job,
+        "nvme_all": trains and parks_gradients(problem) and not problem.shards_job,
     }[home]
 
 

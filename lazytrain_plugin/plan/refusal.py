@@ -46,7 +46,7 @@ def _remedies(problem: PlacementProblem, need: dict[str, int], have: dict[str, i
             tokens = _most_tokens(lambda tokens, bits=state_bits: rebuild(max_tokens=tokens, state_bits=bits), problem)
             if tokens:
                 remedies.append(f"{tokens_text} micro-batch of {tokens} tokens, with more gradient accumulation")
-        if problem.nodes > 1 and not problem.shards_job and not problem.capabilities.nvme:
+        if problem.nodes > 1 and not problem.shards_job:
             if feasible(rebuild(shard=Shard.JOB, cluster=None)):
                 remedies.append(f'optimizer states divided over all {problem.nodes} nodes ("shard": "job")')
     for tier, name in (("gpu", "GPU"), ("cpu", "host"), ("nvme", "NVMe")):
@@ -75,7 +75,7 @@ def _most_tokens(rebuilt: Callable[[int], PlacementProblem], problem: PlacementP
 
 def _bytes_on_disk(problem: PlacementProblem) -> int:
     """What a disk would have to hold for the rest to fit; 0: a disk is no help, or is there already."""
-    if problem.has_nvme or problem.shards_job or not problem.has_gpu:
+    if problem.has_nvme or not problem.has_gpu:
         return 0
     endless = replace(
         problem, capabilities=replace(problem.capabilities, nvme=True), nvme_budget_bytes=1 << 60,

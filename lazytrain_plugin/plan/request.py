@@ -67,12 +67,6 @@ RUNTIME_CAPABILITIES = replace(Capabilities.everything(), nvme=False)
 """What the executor of this version carries out wherever it runs; NVMe needs a folder."""
 
 
-NVME_AND_JOB = (
-    '"shard": "job" divides optimizer states in host and GPU memory over all ranks, and can\'t have anything on NVMe '
-    '(nvme_path, --nvme-gib); leave the disk out, or write "shard": "node"'
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """Sizes, budgets and freedoms of one plan.
@@ -158,8 +152,6 @@ class PlanRequest:
                 f'the links are those of a job that divides states otherwise than "shard": "{self.shard}" does; give '
                 "the same to both"
             )
-        if self.shards_job and self.capabilities.nvme:
-            raise ConfigError(NVME_AND_JOB)
         for tier in ("gpu", "cpu", "nvme"):
             budget_bytes = getattr(self, f"{tier}_budget_bytes")
             # 0 is a way to say "no NVMe".

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -155,12 +155,8 @@ class HomeStates:
             if span.start >= span.stop:
                 continue
             if self.is_read_together:
-                before = self.held
-                self.held = StatesOfRank(before.flats, before.state_bits, before.first, ranks=self.ranks, owner=rank)
-                try:
+                with self._sent_by(rank, index):
                     yield span
-                finally:
-                    self.held = before
                 continue
             if rank == self.ranks.own_part:
                 with self.states_in_memory(index, changes=False):
@@ -172,6 +168,19 @@ class HomeStates:
                     yield span
                 finally:
                     self.held = before
+
+    @contextmanager
+    def _sent_by(self, part: int, piece: int) -> Iterator[None]:
+        """Within: the rank that has a part sends what is asked for to all that have one."""
+        own = part == self.ranks.own_part
+        with self.states_in_memory(piece, changes=False) if own else nullcontext():
+            before = self.held
+            first, flats = (0, self.nvme_states[piece].kinds) if before is None else (before.first, before.flats)
+            self.held = StatesOfRank(flats, self.plan.state_bits, first, ranks=self.ranks, owner=part)
+            try:
+                yield
+            finally:
+                self.held = before
 
     # What the update works on.
 

@@ -14,12 +14,6 @@ def refusal(block: dict) -> str:
     return str(caught.value)
 
 
-def test_states_of_the_whole_job_rest_in_memory(tmp_path):
-    assert parse_block({"shard": "job"}).shard == "job"
-    said = refusal({"shard": "job", "nvme_path": str(tmp_path)})
-    assert 'Leave out "lazytrain.nvme_path", or write "shard": "node"' in said
-
-
 def test_empty_block_gives_the_defaults():
     assert parse_block({}) == LazyTrainConfig()
 

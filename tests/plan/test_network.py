@@ -16,7 +16,7 @@ from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.simulate import simulate
 from lazytrain_plugin.plan.summary import summarize_plan
-from lazytrain_plugin.units import MIB
+from lazytrain_plugin.units import GIB, MIB
 from tests.plan import builders
 from tests.plan.test_simulate import timed
 
@@ -199,9 +199,25 @@ def test_what_one_node_cannot_hold_a_job_can():
         greedy_plan(model, machine, replace(tight, shard="node", cluster=None))
 
 
-def test_states_divided_over_the_job_and_a_disk_exclude_each_other():
-    with pytest.raises(ConfigError, match='"shard": "job" divides'):
-        PlanRequest(max_tokens=8, nodes=2, shard="job", capabilities=Capabilities.everything())
+@pytest.mark.parametrize("planner", [greedy_plan, make_plan])
+def test_weights_of_a_job_do_not_rest_on_disk(planner):
+    """Weights that were updated on several nodes meet in memory."""
+    model = builders.model(16)
+    disk = {"nvme_bytes": 64 * GIB, "nvme_read_bytes_per_s": 2e9, "nvme_write_bytes_per_s": 2e9}
+    machine = builders.hardware(**disk)
+    request = PlanRequest(max_tokens=256, local_ranks=2, nodes=2, shard="job", capabilities=Capabilities.everything())
+    problem = build_problem(model, machine, request)
+    lean = leanest_plan(problem)
+    without_states = account(problem, lean.with_units(**HOMES["nvme_states"])).need_bytes()["cpu"]
+    request = replace(request, gpu_budget_bytes=account(problem, lean).need_bytes()["gpu"] + 8 * MIB)
+    tight = replace(request, cpu_budget_bytes=without_states + 8 * MIB)
+    plan = planner(model, machine, tight)
+    check_plan(plan, model, machine, tight)
+    assert any(unit.states == "nvme" for unit in plan.units)
+    assert not any(unit.weights == "nvme" for unit in plan.units)
+
+
+def test_requests_that_contradict_themselves():
     with pytest.raises(ConfigError, match="divides states otherwise"):
         PlanRequest(max_tokens=8, nodes=2, shard="job", cluster=cluster())
     # On one node there is nothing to divide further.

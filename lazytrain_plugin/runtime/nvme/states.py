@@ -113,6 +113,11 @@ class NvmeStates:
         return states
 
     @property
+    def kinds(self) -> dict[str, torch.Tensor]:
+        """The flats without elements: only their dtypes tell."""
+        return {part.key: torch.empty(0, dtype=part.dtype) for part in self.parts}
+
+    @property
     def num_users(self) -> int:
         return self._users
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lazytrain_plugin.errors import LazyTrainError, PlanMismatchError
+from lazytrain_plugin.plan.choices import WEIGHTS_AND_JOB
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import GradientFormat
@@ -96,6 +97,8 @@ class NvmeStores:
                 f'{unit_plan.name}: the plan uses NVMe, but no folder is named for it; set "nvme_path" in the '
                 '"lazytrain" block, or plan again without'
             )
+        if unit_plan.weights == Tier.NVME and self._ranks is not None and self._ranks.shards_job:
+            raise PlanMismatchError(f"{unit_plan.name}: {WEIGHTS_AND_JOB}")
         if unit_plan.states == Tier.NVME and not self._native:
             raise PlanMismatchError(
                 f"{unit_plan.name}: states on NVMe need the native kernels, and the client's own optimizer keeps its "
@@ -106,12 +109,15 @@ class NvmeStores:
         return layout.part(0, 1) if self._ranks is None else self._ranks.part(layout)
 
     def _state_flats(self, layout: FlatLayout, plan: UnitPlan) -> list[list[Flats]]:
-        """Of each piece, those of the part of each rank of this node."""
-        size = 1 if self._ranks is None else self._ranks.local_size
+        """Of each piece, those of the part of each rank of this node; of this rank alone where others have no use for
+        its disk."""
+        ranks = self._ranks
+        num_parts, local_size = (1, 1) if ranks is None else (ranks.num_parts, ranks.local_size)
+        parts = range(num_parts) if ranks is None or not ranks.shards_job else [ranks.own_part]
         flats_of = partial(state_flats, layout, plan, native=self._native)
-        _, nbytes = lay_out_parts(flats_of(part=layout.part(0, size)))
-        count = self.tier.pieces(nbytes, size)
-        return [[flats_of(part=layout.piece(i, count, rank, size)) for rank in range(size)] for i in range(count)]
+        _, nbytes = lay_out_parts(flats_of(part=layout.part(0, num_parts)))
+        count = self.tier.pieces(nbytes, local_size)
+        return [[flats_of(part=layout.piece(i, count, part, num_parts)) for part in parts] for i in range(count)]
 
     def states(self, layout: FlatLayout, plan: UnitPlan) -> tuple[NvmeStates, ...]:
         """Makes room for one unit's states, of this rank's part of them, piece by piece. Raises StorageError if there
@@ -119,6 +125,9 @@ class NvmeStores:
         pieces, what = self._state_flats(layout, plan), f"states of {plan.name}"
         if self._ranks is None:
             return tuple(NvmeStates(self.tier, self._staging, flats, what=what) for (flats,) in pieces)
+        if self._ranks.shards_job:
+            make = lambda flats: NvmeStates(self.tier, self._staging, flats, what=what)  # noqa: E731
+            return tuple(self._on_all_ranks(partial(make, flats), what) for (flats,) in pieces)
         if self._follower is None:
             self._follower = UpdateWorker("disk")
         make = partial(NvmeStates.of_ranks, self.tier, self._staging)
@@ -140,15 +149,17 @@ class NvmeStores:
     def gradients(self, form: GradientFormat, *, name: str) -> NvmeGradients:
         """Makes room for one unit's gradients, of this rank's part of them. Raises StorageError if there is none."""
         make = partial(NvmeGradients, self.tier, self._gradients, form, name=name)
-        if self._ranks is None:
-            return make()
-        gradients = failure = None
+        return make() if self._ranks is None else self._on_all_ranks(make, f"gradients of {name}")
+
+    def _on_all_ranks(self, make: Callable[[], Any], what: str) -> Any:
+        """What has a region on this rank's disk, if every rank has room. Raises StorageError otherwise."""
+        made = failure = None
         try:
-            gradients = make()
+            made = make()
         except LazyTrainError as error:
             failure = error
-        agree_on_places(self._ranks, gradients and gradients.region, failure, what=f"gradients of {name}")
-        return gradients
+        agree_on_places(self._ranks, made and made.region, failure, what=what)
+        return made
 
     def end(self, units: Iterable[Unit]) -> None:
         """After everything moved to the new plan's homes."""

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 
+from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.train_state import ExecutorState
@@ -125,24 +126,31 @@ def write_from_outside(model, ranks):
             model.layers[1].up.weight.add_(1.0)
 
 
-def every_case(rank, device, folder, names):
-    """(case, run) -> what it found; the run None is in host memory."""
-    ranks = RankGroup(device)
+def every_case(rank, device, folder, names, shard="node"):
+    """(case, run) -> what it found; the run None is in host memory. Where states are divided over the job each rank is
+    a node, and weights rest in memory."""
+    topology = Topology.consecutive(torch.distributed.get_world_size(), 1) if shard == "job" else None
+    ranks = RankGroup(device, topology=topology, shard=shard)
     found = {}
     for name in names:
         common, runs = CASES[name]
         for run, special in {None: {}, **runs}.items():
             # Later ranks have slower disks: who reads their parts must wait for them.
             tier = None if run is None else NvmeTier([folder], block_bytes=8192, pieces=in_three, delay_s=0.003 * rank)
+            if ranks.shards_job and run is not None:
+                special = special | {"disk": STATES | special["disk"] | {"weights": Tier.CPU}}
             found[name, run] = run_case(ranks, device, tier, **common, **special)
     return found
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("size", "names"), [(2, tuple(CASES)), (3, ("compact", "tied"))])
-def test_the_same_bits_as_in_host_memory(device, disk, size, names):
+@pytest.mark.parametrize(
+    ("size", "names", "shard"),
+    [(2, tuple(CASES), "node"), (3, ("compact", "tied"), "node"), (2, ("clipped", "8 bit", "compact"), "job")],
+)
+def test_the_same_bits_as_in_host_memory(device, disk, size, names, shard):
     """S-15, S-19, S-22: weights, states and gradients on disk, every request late."""
-    ranks = succeed(every_case, size, str(disk), names, device=device, timeout_s=200)
+    ranks = succeed(every_case, size, str(disk), names, shard, device=device, timeout_s=200)
     for (name, _), in_memory in ((key, value) for key, value in ranks[0].items() if key[1] is None):
         for found in ranks:
             for run in (None, *CASES[name][1]):
