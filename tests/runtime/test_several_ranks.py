@@ -251,9 +251,8 @@ def every_case(rank, device, world_size, names, ranks_per_node=None):
     topology = None if ranks_per_node is None else Topology.consecutive(world_size, ranks_per_node)
     ranks = RankGroup(device, topology=topology)
     found = {name: run_case(ranks, device, world_size, CASES[name]) for name in names}
-    if device.type == "cuda":  # a thread that works on the first GPU takes memory there
-        others = [index for index in range(torch.cuda.device_count()) if index != device.index]
-        assert not any(map(torch._C._cuda_hasPrimaryContext, others))
+    if device.type == "cuda":
+        found["in use"] = list(filter(torch._C._cuda_hasPrimaryContext, range(torch.cuda.device_count())))
     return found
 
 
@@ -309,6 +308,13 @@ def test_ranks_hold_the_same_bits(two, name):
     assert norms == second_norms
     for key, values in first.items():
         assert torch.equal(values, second[key])
+
+
+def test_a_rank_takes_memory_on_its_own_gpu_only(two):
+    """A new thread begins on the first one."""
+    device, results = two
+    for rank, found in enumerate(results):
+        assert found.get("in use", [rank]) == [rank]
 
 
 @pytest.mark.parametrize(("name", "like"), SAME_BITS)
