@@ -22,7 +22,7 @@ from lazytrain_plugin.comm.overlap import overlapped
 from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.comm_lane import LaneTicket
-from lazytrain_plugin.runtime.gradient_exchange import CHUNK_ELEMENTS, common_dtype, overlaps
+from lazytrain_plugin.runtime.gradient_exchange import common_dtype, overlaps
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, UnitTensor
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.unit import Unit
@@ -31,6 +31,10 @@ from lazytrain_plugin.units import align_up
 
 if TYPE_CHECKING:
     from lazytrain_plugin.runtime.executor import Executor
+
+GATHERED_BYTES = 2**27
+"""Of weights that are gathered at once. The host launches all of a step's before the next forward, so there are few.
+Two are under way at a time, in the memory through which gradients meet in backward (plan/problem.py)."""
 
 
 class ResidentUpdates:
@@ -89,7 +93,8 @@ def gather_weights(
         own: which of them is this rank's.
     """
     longest = max(end - first for first, end in parts)
-    size = align_up(max(1, min(CHUNK_ELEMENTS // len(parts), longest)), ALIGNMENT_ELEMENTS)
+    most = GATHERED_BYTES // (common_dtype(unit).itemsize * len(parts))
+    size = align_up(max(1, min(most, longest)), ALIGNMENT_ELEMENTS)
     for start in range(0, longest, size):
         pieces = [(first + start, min(first + start + size, end)) for first, end in parts]
         yield _chunk(unit, pieces, own, min(size, longest - start), hops, group, phase)

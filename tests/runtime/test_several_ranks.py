@@ -19,7 +19,7 @@ from torch import nn
 
 from lazytrain_plugin.comm import hops
 from lazytrain_plugin.comm.topology import Topology
-from lazytrain_plugin.runtime import activation_store, streamed_updates
+from lazytrain_plugin.runtime import activation_store, gradient_exchange, resident_updates, streamed_updates
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.streams import Streams
@@ -249,6 +249,7 @@ def every_case(rank, device, world_size, names, ranks_per_node=None):
     activation_store.SMALLEST_BYTES = 1
     streamed_updates.STEM_STAGING_BYTES = 12 << 10  # units pass in several chunks
     topology = None if ranks_per_node is None else Topology.consecutive(world_size, ranks_per_node)
+    gradient_exchange.CHUNK_ELEMENTS, resident_updates.GATHERED_BYTES = 1024, 4096
     ranks = RankGroup(device, topology=topology)
     found = {name: run_case(ranks, device, world_size, CASES[name]) for name in names}
     if device.type == "cuda":
