@@ -36,6 +36,8 @@ EXCHANGE_ELEMENTS = 2**25
 EXCHANGE_BYTES_PER_ELEMENT = 16
 """Of a gradient that ranks exchange: at most so many elements are under way (some chunks), with what is sent, received,
 coded and summed up (runtime/gradient_exchange.py)."""
+WEIGHTS_EXCHANGE_BYTES = 32 * MIB
+"""Of updated weights that nodes exchange: what is under way at once, of all nodes; what a rank sends is beside."""
 
 
 SAVE_ELEMENTS = 2**24
@@ -259,7 +261,8 @@ def _exchange_bytes(model: ModelProfile, request: PlanRequest) -> int:
     # Of two units this rank's part of the mean: one is made while one is on its way home.
     parts = request.local_ranks * (request.nodes if request.shards_job else 1)
     means = 2 * max((unit.gradient_bytes for unit in units), default=0) // parts
-    return EXCHANGE_BYTES_PER_ELEMENT * min(EXCHANGE_ELEMENTS, largest) + means
+    weights = WEIGHTS_EXCHANGE_BYTES * (request.nodes + 1) // request.nodes if request.shards_job else 0
+    return EXCHANGE_BYTES_PER_ELEMENT * min(EXCHANGE_ELEMENTS, largest) + means + weights
 
 
 def _seen_by_a_rank(hardware: HardwareProfile, ranks: int) -> HardwareProfile:

@@ -13,14 +13,13 @@ from collections.abc import Callable
 
 import torch
 
+from lazytrain_plugin.plan.problem import WEIGHTS_EXCHANGE_BYTES
 from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.rank_group import POLL_S, RankGroup
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Unit
-from lazytrain_plugin.units import MIB, align_up
+from lazytrain_plugin.units import align_up
 
-CHUNK_BYTES = 32 * MIB
-"""Of all nodes together: what is under way at once."""
 PHASE = "all-gather of weights between nodes"
 
 
@@ -55,7 +54,7 @@ class WeightsBetweenNodes:
             return
         own = places[ranks.own_part - column]
         self._sent((nodes - 1) * (own.stop - own.start))
-        size = min(longest, align_up(CHUNK_BYTES // nodes, 16))
+        size = min(longest, align_up(WEIGHTS_EXCHANGE_BYTES // nodes, 16))
         with (
             streams.on(self._stream),
             streams.span(f"weights {unit.name} (nodes)", Resource.EXCHANGE, stream=self._stream, num_bytes=longest),

@@ -158,6 +158,9 @@ def test_states_divided_over_the_job_take_a_part_of_each_nodes_memory():
     states = [account(problem, resident).gpu["units: weights and states"] - weights for problem in (of_node, of_job)]
     assert states[1] == pytest.approx(states[0] / 4, rel=1e-3)
     assert of_job.units[0].cpu_update_s == of_node.units[0].cpu_update_s / 4
+    means = [2 * max(cost.gradient_bytes for cost in (*of_node.units, *of_node.stem)) // parts for parts in (2, 8)]
+    of_weights = of_job.exchange_bytes - means[1] - (of_node.exchange_bytes - means[0])
+    assert of_weights == 40 * MIB, "what 4 nodes send at a time, and a rank's own"
 
 
 def test_updated_weights_cross_the_network_before_they_are_used():
@@ -189,7 +192,7 @@ def test_what_one_node_cannot_hold_a_job_can():
         request = PlanRequest(max_tokens=256, local_ranks=2, nodes=4, shard=shard, cluster=links)
         problem = build_problem(model, machine, request)
         needs[shard] = account(problem, leanest_plan(problem)).need_bytes()
-    least_bytes = [needs["job"]["gpu"] + 8 * MIB, (needs["node"]["cpu"] + needs["job"]["cpu"]) // 2]
+    least_bytes = [needs["job"][tier] + 8 * MIB for tier in ("gpu", "cpu")]
     tight = replace(request, gpu_budget_bytes=least_bytes[0], cpu_budget_bytes=least_bytes[1])
     plan = greedy_plan(model, machine, tight)
     assert plan.shard == "job"

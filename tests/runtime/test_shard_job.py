@@ -9,7 +9,7 @@ import torch
 
 from lazytrain_plugin.comm.between_nodes import BetweenNodes, ring_bytes
 from lazytrain_plugin.comm.topology import Topology
-from lazytrain_plugin.runtime import activation_store, streamed_updates
+from lazytrain_plugin.runtime import activation_store, streamed_updates, weights_between_nodes
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.weights_between_nodes import WeightsBetweenNodes
 from lazytrain_plugin.vocab import Shard
@@ -47,6 +47,7 @@ def groups_of(rank, device, ranks_per_node):
 def everything(rank, device, ranks_per_node):
     activation_store.SMALLEST_BYTES = 1
     streamed_updates.STEM_STAGING_BYTES = 12 << 10  # units pass in several chunks
+    weights_between_nodes.WEIGHTS_EXCHANGE_BYTES = 8 << 10
     groups = groups_of(rank, device, ranks_per_node)
     size = groups[Shard.JOB].size
     out = {"cases": {}, "held": held_bytes(groups, device), "late": late_weights(groups[Shard.JOB], device)}
