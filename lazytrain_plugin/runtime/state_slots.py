@@ -202,13 +202,14 @@ class StateSlot:
     """One staging buffer, and the stream on which everything happens to it.
 
     Args:
+        stream: of no other slot (`Streams.slot_stream`).
         with_weights: weights in host memory come and leave with their states.
     """
 
-    def __init__(self, nbytes: int, streams: Streams, *, with_weights: bool = False) -> None:
+    def __init__(self, nbytes: int, streams: Streams, stream, *, with_weights: bool = False) -> None:
         self.with_weights = with_weights
         self._memory = torch.empty(nbytes + PADDING_BYTES, dtype=torch.uint8, device=streams.device)
-        self.stream = streams.slot_stream()
+        self.stream = stream
         streams.wait(self.stream, streams.record())  # its memory may be what running kernels still read
 
     def load(self, home: UnitHome, chunk: Chunk) -> Staged:

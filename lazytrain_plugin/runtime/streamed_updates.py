@@ -82,6 +82,9 @@ class StreamedUpdates:
         self._streams = streams
         self._slots: list[StateSlot] = []
         self._slot_bytes = 0
+        self._slot_streams: list = []
+        """Every plan's slots take the same ones: a GPU has eight queues for all streams of a process, and streams that
+        share one wait for each other."""
         self._weight_slots: WeightSlots | None = None
         self._place: dict[Unit, int] = {}
         self.queued: list[Unit] = []
@@ -114,8 +117,11 @@ class StreamedUpdates:
         ]
         self._slot_bytes = min(max(sizes, default=0), STEM_STAGING_BYTES)
         count = plan.state_slots if streaming else 0
+        while len(self._slot_streams) < count:
+            self._slot_streams.append(self._streams.slot_stream())
         self._slots = [
-            StateSlot(self._slot_bytes, self._streams, with_weights=self._with_weights) for _ in range(count)
+            StateSlot(self._slot_bytes, self._streams, stream, with_weights=self._with_weights)
+            for stream in self._slot_streams[:count]
         ]
 
     _with_weights = False

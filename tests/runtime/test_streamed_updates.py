@@ -17,6 +17,7 @@ from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.layout import lay_out
 from lazytrain_plugin.runtime.pending import PendingParameter
 from lazytrain_plugin.runtime.state_slots import cut
+from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.runtime.update import NativeAdamW
 from tests.runtime.rig import (
@@ -384,3 +385,22 @@ def _late(update):
         return update(self, *arguments)
 
     return wrapped
+
+
+def test_slots_of_the_next_plan_take_the_streams_of_the_last_one(monkeypatch):
+    """Streams share the few queues of a GPU: with new ones for each plan, some waited for copies of others."""
+    made, taken = [], []
+    original = state_slots.StateSlot.__init__
+
+    def init(self, nbytes, streams, stream, **options):
+        taken.append(stream)
+        original(self, nbytes, streams, stream, **options)
+
+    monkeypatch.setattr(state_slots.StateSlot, "__init__", init)
+    monkeypatch.setattr(Streams, "slot_stream", lambda self: made.append(1) or len(made))
+    model = make(num_layers=3)
+    executor = make_executor(model, plan_for(model, home="streamed"), native=True)
+    for count in (4, 3):
+        executor.place(replace(plan_for(model, home="streamed"), state_slots=count))
+    executor.close()
+    assert taken == [1, 2, 1, 2, 3, 4, 1, 2, 3]
