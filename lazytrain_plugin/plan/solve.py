@@ -59,6 +59,8 @@ FAMILIES = (
     "nvme_gradients",
 )
 """Of choices that a search may do without, as `Capabilities` names them."""
+SLOTS = ("weight_slots", "gradient_slots", "state_slots", "nvme_slots")
+FEWEST_SLOTS = 2
 WEIGHT_SLOT_CHOICES = (2, 3, 4, 6)
 GRADIENT_SLOT_CHOICES = (2, 3, 4)
 FEWEST_STATE_SLOTS = 2
@@ -220,6 +222,7 @@ def _search(problem: PlacementProblem, deadline: Deadline, gap_frac: float) -> t
         found.add(search_patterns(problem, start or lean, seed=round_, deadline=rounds_deadline))
         if round_ % 2 == 0:
             found.polish(rounds_deadline)
+    _search_with_fewer_slots(problem, found, deadline)
     _search_without_families(problem, found, deadline)
     outcome = Outcome(status="bound by counts", bound_s=counts.bound_ms / 1e3)
     counts.restore()
@@ -251,6 +254,18 @@ def _search_without_families(problem: PlacementProblem, found: _Found, deadline:
             break
         found.add(search_patterns(problem, found.best, deadline=deadline))
         found.polish(deadline)
+
+
+def _search_with_fewer_slots(problem: PlacementProblem, found: _Found, deadline: Deadline) -> None:
+    """Where states rest on a disk, its bytes are the step: memory of slots that leave something in hand is worth more
+    to a unit that then need not rest there."""
+    if found.best is None or all(unit.states != Tier.NVME for unit in found.best.units):
+        return
+    slots = {kind: min(FEWEST_SLOTS, getattr(found.best, kind)) for kind in SLOTS}
+    start = replace(found.best, **slots)
+    plan = search_patterns(replace(problem, **slots), start, tries_frac=FEWER_TRIES_FRAC, deadline=deadline)
+    if plan is not None and found.judge.step_s(plan) < found.best_s * (1 - RING_GAIN_FRAC):
+        found.add(plan)
 
 
 def fewer_capabilities(capabilities: Capabilities) -> Iterator[Capabilities]:

@@ -241,7 +241,9 @@ def test_states_rest_on_nvme_when_neither_host_nor_gpu_holds_them():
 
 
 def full_host(problem, *, buffers_of):
-    """The problem with a host that holds the leanest placement and NVMe's buffers of so many bytes, and no more."""
+    """The problem with a host that holds the leanest placement and NVMe's buffers of so many bytes, and no more: what
+    a save may take is room for activations in a step."""
+    problem = replace(problem, save_bytes=0)
     need = account(problem, leanest_plan(problem)).need_bytes()
     return replace(problem, cpu_budget_bytes=need["cpu"] + problem.nvme_slots * buffers_of), need["gpu"]
 

@@ -11,7 +11,9 @@ import pytest
 highspy = pytest.importorskip("highspy")
 
 from lazytrain_plugin.errors import InfeasiblePlanError  # noqa: E402
+from lazytrain_plugin.plan.accounting import account  # noqa: E402
 from lazytrain_plugin.plan.check import check_plan  # noqa: E402
+from lazytrain_plugin.plan.choices import HOMES as ALL_HOMES  # noqa: E402
 from lazytrain_plugin.plan.cluster import Cluster  # noqa: E402
 from lazytrain_plugin.plan.greedy import fits, greedy_plan, leanest_plan  # noqa: E402
 from lazytrain_plugin.plan.problem import HOST_RESERVE_GPU_BYTES, build_problem  # noqa: E402
@@ -210,6 +212,21 @@ def test_short_host_memory_moves_units_to_the_gpu():
     plan = solve_plan(model, machine, PlanRequest(max_tokens=2048, cpu_budget_bytes=budget))
     assert plan.predicted_bytes["cpu"] <= budget
     assert any(unit.weights == Tier.GPU for unit in plan.units)
+
+
+def test_slots_are_few_where_a_step_waits_for_the_disk():
+    """Two slots of each kind leave room for a unit that would have its states on the disk with the usual ones."""
+    machine = builders.hardware(nvme_bytes=1 << 40, nvme_read_bytes_per_s=2e8, nvme_write_bytes_per_s=1e8)
+    problem = build_problem(
+        builders.model(8), machine, PlanRequest(max_tokens=512, capabilities=Capabilities(nvme=True))
+    )
+    lean = leanest_plan(problem)
+    six = replace(
+        lean, units=tuple(replace(u, **ALL_HOMES["nvme_states"]) if i < 6 else u for i, u in enumerate(lean.units))
+    )
+    need = account(problem, six).need_bytes()
+    plan = solve_problem(replace(problem, gpu_budget_bytes=need["gpu"], cpu_budget_bytes=need["cpu"]))
+    assert sum(unit.states == Tier.NVME for unit in plan.units) <= 5 and plan.nvme_slots < problem.nvme_slots
 
 
 def test_golden_program(tmp_path):
