@@ -15,9 +15,9 @@ from lazytrain_plugin.runtime.worker import UpdateWorker
 _workers: weakref.WeakSet[UpdateWorker] = weakref.WeakSet()
 
 
-def finish_at_exit(worker: UpdateWorker) -> None:
-    """The process waits for what `worker` still has to do; nothing happens for one that was closed before."""
-    _workers.add(worker)
+def finish_at_exit(*workers: UpdateWorker) -> None:
+    """The process waits for what they still have to do; nothing happens for one that was closed before."""
+    _workers.update(workers)
 
 
 @atexit.register

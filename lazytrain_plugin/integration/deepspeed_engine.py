@@ -167,7 +167,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             logger.info(describe_exchange(executor.exchange))
         if config.fused_kernels and device.type == "cuda":
             fused.apply_fused_kernels(self.module, device)
-        finish_at_exit(executor.worker)
+        finish_at_exit(*executor.update_threads)
         self.lazytrain = ExecutorState(executor)
         tensor_access.manage(self.lazytrain)
         self._managed_parameters = {id(parameter) for parameter in self.module.parameters()}

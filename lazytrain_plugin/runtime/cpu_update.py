@@ -11,7 +11,7 @@ from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.layout import UnitTensor
 from lazytrain_plugin.runtime.unit import Unit
 from lazytrain_plugin.runtime.update import StepScalars
-from lazytrain_plugin.runtime.worker import Ticket
+from lazytrain_plugin.runtime.worker import Ticket, UpdateWorker
 
 if TYPE_CHECKING:
     from lazytrain_plugin.runtime.executor import Executor
@@ -72,6 +72,11 @@ class CpuUpdates:
                 for tensor in arrived:
                     unit.home.publish(tensor)
         unit.publish_event = streams.record(streams.h2d)
+
+    @property
+    def own_threads(self) -> tuple[UpdateWorker, ...]:
+        """Those that update beside the update thread, and wait for no other rank."""
+        return ()
 
     def close(self) -> None:
         """Ends threads of its own."""

@@ -114,6 +114,7 @@ class Executor:
             )
             weights = WeightsBetweenNodes(ranks, self.streams, between.count_weights) if ranks.shards_job else None
             self._updates = SharedUpdates(self, self._nvme, ranks, self._streamed_updates, weights)
+        self.update_threads = self.worker, *self._updates.own_threads
         divides = ranks is not None and ranks.num_parts > 1
         self._step_updates = StepUpdates(
             self,

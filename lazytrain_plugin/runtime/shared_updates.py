@@ -30,8 +30,8 @@ class SharedUpdates(CpuUpdates):
     """Every rank makes one at the same point, and submits the same updates in the same order.
 
     A second thread waits for the other ranks, unit by unit in forward order, so that neither the updates nor the model
-    do. A third one launches the updates of states that pass the GPU. A fourth one brings updated weights to the other
-    nodes, if `between` is given.
+    do. A third one launches the updates of states that pass the GPU, and a fourth one waits until they are home. A
+    fifth one brings updated weights to the other nodes, if `between` is given.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SharedUpdates(CpuUpdates):
         self._streamed = streamed
         begin = executor.streams.use_device
         self._sender = None if between is None else UpdateWorker("weights", begin=begin)
-        self._launcher = UpdateWorker(begin=begin)
+        self._launcher, self._homeward = UpdateWorker(begin=begin), UpdateWorker(begin=begin)
         units = executor.all_units
         self._counters = ranks.update_counters(len(units))
         self._index = {unit: i for i, unit in enumerate(units)}
@@ -104,21 +104,30 @@ class SharedUpdates(CpuUpdates):
     def _start_on_gpu(
         self, unit: Unit, arrived: Arrivals, scalars: StepScalars, label: str, count: Callable[[], None]
     ) -> Callable[[], None]:
-        """As `_start_on_cpu`; the part is counted by whoever waits for it."""
+        """As `_start_on_cpu`."""
         steps = {tensor: self._executor.updater.next_step(tensor, scalars) for tensor in arrived}
         at_home = []
         launched = self._launcher.submit(lambda: at_home.append(self._streamed.launch(unit, arrived, steps)), label)
 
         def finish() -> None:
-            launched.wait()
-            if at_home[0] is not None:
-                at_home[0].synchronize()
+            try:
+                launched.wait()
+                if at_home[0] is not None:
+                    at_home[0].synchronize()
+            except BaseException:
+                self._counters.fail(self._index[unit])  # or the others would wait for it
+                raise
             count()
 
-        return finish
+        return self._homeward.submit(finish, label).wait
+
+    @property
+    def own_threads(self) -> tuple[UpdateWorker, ...]:
+        return self._launcher, self._homeward
 
     def close(self) -> None:
         self._launcher.close()
+        self._homeward.close()
         if self._sender is not None:
             self._sender.close(wait=False)  # other nodes may be gone
         self._waiter.close()

@@ -442,3 +442,26 @@ def test_a_host_that_waits_for_its_device_hears_that_a_rank_is_gone():
     other, _ = run_ranks(waits_for_the_dead, 2, timeout_s=40)
     assert "CommunicationError: Rank 0: the exchange of a gradient reduction failed" in other.text
     assert "No sign of life from rank 1;" in other.text and "process of rank 1 has ended" in other.text
+
+
+def fails_to_launch(rank, device):
+    hops.SIGN_OF_LIFE_S = 0.3
+    ranks = RankGroup(device, timeout_s=60)
+    model = MODELS["wide"]()
+    plan = plan_for(model, home="streamed", device=device.type)
+    executor = make_executor(model, plan, device=str(device), native=True, ranks=ranks)
+    if rank == 1:
+        executor._streamed_updates.launch = None  # not to be called
+    executor.begin_forward()
+    model.loss(global_batches(1, 2)[0].chunk(2)[rank].to(device)).backward()
+    executor.end_backward()
+    executor.step(0.0)
+    executor.flush()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_part_that_cannot_pass_its_gpu_ends_the_other_rank_too(device):
+    begin = time.monotonic()
+    first, second = run_ranks(fails_to_launch, 2, device=device, timeout_s=50)
+    assert "on rank 1 failed there" in first.text and "'NoneType' object is not callable" in second.text
+    assert time.monotonic() - begin < 40
