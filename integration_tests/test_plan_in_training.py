@@ -30,6 +30,7 @@ from lazytrain_plugin.plan.bits import is_lossy, plan_error
 from lazytrain_plugin.plan.choices import HOMES
 from lazytrain_plugin.plan.explain_measured import planned_events
 from lazytrain_plugin.plan.greedy import leanest_plan
+from lazytrain_plugin.plan.launches import launches_of
 from lazytrain_plugin.plan.measured import MeasuredTrace
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.request import RUNTIME_CAPABILITIES
@@ -156,10 +157,10 @@ def test_a_drift_leads_to_another_plan_between_two_steps_and_no_bit_changes(devi
     assert got.losses == expected.losses and got.grad_norms == expected.grad_norms
 
 
-def made(monkeypatch, *, adapt=True, native=True, profile=None, tokens=512, state_bits=32, **config):
+def made(monkeypatch, *, adapt=True, native=True, profile=None, tokens=512, state_bits=32, launch_s=0.0, **config):
     """A planner of a described machine, with a plan, and no model at all."""
     planner = object.__new__(Planner)
-    hardware = builders.hardware(matmul_flop_per_s=1e11)
+    hardware = builders.hardware(matmul_flop_per_s=1e11, launch_s=launch_s)
     planner.__dict__.update(
         _untimed_profile=builders.model(4), _timed_profile=profile or builders.model(4),
         _measured_hardware=hardware, _state_bits=state_bits, _observed={},
@@ -245,6 +246,32 @@ def test_a_slow_worker_leads_to_a_plan_that_spares_it(monkeypatch, caplog):
     third, _ = made(monkeypatch)
     assert third.hardware.cpu_update_parameters_per_s(32) == pytest.approx(rate)
     again.close()
+
+
+def test_a_slow_host_is_not_taken_for_slow_layers(monkeypatch):
+    """Its launches are measured; the rest of a step, which is computed, takes as long as before."""
+    profile = builders.model(4, num_operators=20, forward_s_per_token=1e-7, backward_s_per_token=1e-7)
+    profile = replace(profile, units=tuple(replace(unit, forward_launch_s=2e-3) for unit in profile.units))
+    planner, plan = made(monkeypatch, adapt=False, profile=profile, launch_s=20e-6)
+    before = planner.predicted(plan)
+    launches_s = {
+        cost.name: 3 * launches_of(cost, unit)[0]
+        for cost, unit in zip(planner.problem().units, plan.units, strict=True)
+    }
+    slow, frac = 60e-6, planner.hardware.layer_flop_frac
+    planner._take_rates({"launch_s": slow})
+    expected = planner.predicted(plan)
+    assert expected.step_s > before.step_s and expected.launch_waits_s > 0, "else the test asks for nothing"
+    planner._take_rates({})
+    seen_s = expected.compute_s + expected.launch_waits_s
+    measured = {"step_s": seen_s, "compute_s": seen_s, "update_parameters_per_s": None, "launches_s": launches_s}
+    planner.observe(ObservedStep(**measured))
+    assert planner.hardware.launch_s == pytest.approx(slow)
+    assert planner.hardware.layer_flop_frac == pytest.approx(frac)
+    assert planner.model_profile.units[0].forward_launch_s == pytest.approx(3 * 2e-3)
+    assert planner.predicted(plan).step_s == pytest.approx(expected.step_s)
+    again, _ = made(monkeypatch, adapt=False, profile=profile, launch_s=20e-6)
+    assert again.hardware.launch_s == pytest.approx(slow), "kept for the next run"
 
 
 def test_after_a_batch_that_does_not_fit_a_smaller_one_gets_a_plan_of_its_own(monkeypatch):

@@ -27,6 +27,9 @@ FREE_MEMORY_GRAIN_BYTES = GIB // 4
 
 DISK_GRAIN_BYTES = 16 * GIB
 
+UnitTimes = tuple[float, float, float, float]
+"""Seconds per token of a forward and a backward, and seconds in which the host launches them (0: not measured)."""
+
 
 def parse_errors(text: str) -> dict[str, dict[int, float]] | None:
     """Errors of gradients by class of operator and bits, as `PlanCache.store_errors` writes them; None: not that."""
@@ -84,17 +87,19 @@ class PlanCache:
     ) -> None:
         self._write(self._rates_path(model, hardware, max_tokens), json.dumps(rates, indent=1) + "\n")
 
-    def load_unit_times(self, model: ModelProfile, conditions: list) -> list[tuple[float, float]] | None:
-        """Seconds per token of each unit's forward and backward, measured under `conditions`; None if they weren't."""
+    def load_unit_times(self, model: ModelProfile, conditions: list) -> list[UnitTimes] | None:
+        """Of each unit, measured under `conditions`; None if they weren't."""
         text = self._read(self._unit_times_path(model, conditions))
         try:
-            times = [(float(forward), float(backward)) for forward, backward in json.loads(text)] if text else []
+            times = [(float(f), float(b), float(fl), float(bl)) for f, b, fl, bl in json.loads(text)] if text else []
         except (ValueError, TypeError):
             return None
-        usable = len(times) == len(model.units) > 0 and all(0 < each < float("inf") for pair in times for each in pair)
+        usable = len(times) == len(model.units) > 0 and all(
+            0 < each[0] < float("inf") and 0 < each[1] < float("inf") and min(each) >= 0 for each in times
+        )
         return times if usable else None
 
-    def store_unit_times(self, model: ModelProfile, conditions: list, times: list[tuple[float, float]]) -> None:
+    def store_unit_times(self, model: ModelProfile, conditions: list, times: list[UnitTimes]) -> None:
         self._write(self._unit_times_path(model, conditions), json.dumps(times) + "\n")
 
     def load_errors(self, model: ModelProfile) -> dict[str, dict[int, float]] | None:

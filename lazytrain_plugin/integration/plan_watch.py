@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import psutil
 import torch
@@ -56,6 +57,8 @@ class ObservedStep:
     """Without the waits that the trace booked."""
     update_parameters_per_s: float | None
     """Of the CPU worker while the links are busy; None where it did not update, or did other work too."""
+    launches_s: Mapping[str, float] = field(default_factory=dict)
+    """Host time to launch a unit's forward, of some units of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class PlanWatch:
         self._marks: deque[_Mark] = deque()
         self._steps_seen = self._short_steps = 0
         self._durations_s: list[float] = []
+        self._launches_s: dict[str, list[float]] = defaultdict(list)
         self._window_began: _Mark | None = None
         self._reference_s: float | None = None
         """What further windows are compared with."""
@@ -127,6 +131,9 @@ class PlanWatch:
         counted = self._clean and self._is_full()
         self._marks.append(_Mark(self._now(), counted, worker.update_s, worker.updated_parameters))
         self._clean, self._tokens = True, 0
+        if counted and self._steps_seen > WARM_UP_STEPS:
+            for name, seconds in self._executor.streams.trace.launches:
+                self._launches_s[name].append(seconds)
         first = self._reference_s is None
         wanted = MEASURED_STEPS if first else WINDOW_STEPS
         self._take_intervals(wanted)
@@ -136,6 +143,7 @@ class PlanWatch:
         step_s = min(self._durations_s) if first else statistics.median(self._durations_s)
         measured = self._measure(step_s, wanted)
         self._durations_s.clear()
+        self._launches_s.clear()
         self._window_began = None
         if first:
             self._reference_s = step_s
@@ -197,7 +205,12 @@ class PlanWatch:
         begin, end = self._window_began, self._marks[-1]
         busy_s, updated = end.update_s - begin.update_s, end.updated_parameters - begin.updated_parameters
         rate = updated / busy_s if updated and busy_s > 0 and self._accumulation_steps == 1 else None
-        return ObservedStep(step_s=step_s, compute_s=max(step_s - waited_s, 0.0), update_parameters_per_s=rate)
+        return ObservedStep(
+            step_s=step_s,
+            compute_s=max(step_s - waited_s, 0.0),
+            update_parameters_per_s=rate,
+            launches_s={name: statistics.median(seconds) for name, seconds in self._launches_s.items()},
+        )
 
     def _report(self, measured: ObservedStep) -> None:
         planned_bytes = self._plan.predicted_bytes

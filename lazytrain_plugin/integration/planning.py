@@ -23,6 +23,7 @@ from lazytrain_plugin.plan.check import load_plan_file
 from lazytrain_plugin.plan.cluster import Cluster
 from lazytrain_plugin.plan.fidelity import lossy_choices
 from lazytrain_plugin.plan.greedy import explained
+from lazytrain_plugin.plan.launches import BOUND_FRAC, launches_are_slower
 from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.refusal import feasible
@@ -114,7 +115,8 @@ class Planner:
         self.hardware = replace(self._measured_hardware, **rates)
         # Layers that were measured one by one keep their proportions.
         slower = self._measured_hardware.layer_flop_frac / self.hardware.layer_flop_frac
-        self.model_profile = scaled(self._timed_profile, slower)
+        launches = self.hardware.launch_s / (self._measured_hardware.launch_s or 1.0)
+        self.model_profile = scaled(self._timed_profile, slower, launches)
 
     def _time_units(self, model: nn.Module, dtypes: dict[nn.Parameter, torch.dtype]) -> None:
         num_tokens = self._config.max_tokens or self._least_tokens * self.model_profile.sequence_length
@@ -304,15 +306,20 @@ class Planner:
 
     def observe(self, measured: ObservedStep) -> None:
         """Takes over the rates of real steps; a search for a better plan starts where they are far from planned."""
-        predicted = self.predicted(self._current) if self._current is not None else None
-        if predicted is None or measured.compute_s <= 0:
+        if self._current is None or self.request is None or measured.compute_s <= 0:
             return
-        hardware = self.hardware
-        rates = {"layer_flop_frac": min(1.0, hardware.layer_flop_frac * predicted.compute_s / measured.compute_s)}
+        hardware, factor = self.hardware, launches_are_slower(self.problem(), self._current, measured.launches_s)
+        rates = {"launch_s": hardware.launch_s * factor} if factor else {}
+        self._take_rates({**self._observed, **rates})  # what the host takes is not the layers' fault
+        predicted = self.predicted(self._current)
+        share = (predicted.compute_s + predicted.launch_waits_s) / measured.compute_s
+        rates["layer_flop_frac"] = min(1.0, hardware.layer_flop_frac * share)
         if measured.update_parameters_per_s is not None:
             name = f"cpu_update_{self._state_bits}bit_{'shared_' if hardware.has_gpu else ''}parameters_per_s"
             rates[name] = measured.update_parameters_per_s
         drift = {name: rate / getattr(hardware, name) - 1 for name, rate in rates.items()}
+        if predicted.launch_waits_s <= BOUND_FRAC * predicted.step_s:
+            drift.pop("launch_s", None)  # the host is fast enough
         # A run that accumulates shows no update rate; what an earlier one showed still holds.
         of = self._untimed_profile, self._measured_hardware, self._planned_tokens
         rates = {**self._cache.load_rates(*of), **self._observed, **rates}

@@ -32,6 +32,8 @@ def hardware_table(machine: HardwareProfile) -> Table:
         for name, key in (("host to GPU", "h2d"), ("GPU to host", "d2h")):
             alone, shared = (getattr(machine, f"{key}_{kind}bytes_per_s") for kind in ("", "shared_"))
             table.add_row(name, rate(alone, "GB/s", 1e9), rate(shared, "GB/s", 1e9))
+    if machine.launch_s:
+        table.add_row("host launches an operator", f"{1e6 * machine.launch_s:.1f} us", "")
     table.add_row("host memory", rate(machine.host_memory_bytes_per_s, "GB/s", 1e9), "")
     for bits in (32, 8):
         alone, shared = (machine.cpu_update_parameters_per_s(bits, shared=shared) for shared in (False, True))

@@ -69,16 +69,22 @@ def timed_profile(
             return profile
         cache.store_unit_times(profile, conditions, times)
     units = tuple(
-        replace(unit, forward_s_per_token=forward_s, backward_s_per_token=backward_s)
-        for unit, (forward_s, backward_s) in zip(profile.units, times, strict=True)
+        replace(
+            unit,
+            forward_s_per_token=forward_s,
+            backward_s_per_token=backward_s,
+            forward_launch_s=forward_launch_s or None,
+            backward_launch_s=backward_launch_s or None,
+        )
+        for unit, (forward_s, backward_s, forward_launch_s, backward_launch_s) in zip(profile.units, times, strict=True)
     )
     return replace(profile, units=units)
 
 
-def scaled(profile: ModelProfile, factor: float) -> ModelProfile:
-    """The same units, slower by `factor` where their times were measured."""
+def scaled(profile: ModelProfile, factor: float, launch_factor: float = 1.0) -> ModelProfile:
+    """The same units, slower by `factor`, and by another for the host's launches, where their times were measured."""
 
-    def scale(seconds: float | None) -> float | None:
+    def scale(seconds: float | None, factor: float = factor) -> float | None:
         return None if seconds is None else seconds * factor
 
     units = tuple(
@@ -86,6 +92,8 @@ def scaled(profile: ModelProfile, factor: float) -> ModelProfile:
             unit,
             forward_s_per_token=scale(unit.forward_s_per_token),
             backward_s_per_token=scale(unit.backward_s_per_token),
+            forward_launch_s=scale(unit.forward_launch_s, launch_factor),
+            backward_launch_s=scale(unit.backward_launch_s, launch_factor),
         )
         for unit in profile.units
     )
@@ -116,8 +124,8 @@ def _measure(
     batch_size: int,
     sequence_length: int,
     prepare: Callable[[nn.Module], object] | None,
-) -> list[tuple[float, float]]:
-    """Seconds per token of each unit's forward and backward."""
+) -> list[tuple[float, float, float, float]]:
+    """Of each unit, see `PlanCache.load_unit_times`."""
     copied = meta_copy(model, dtypes)
     modules = dict(copied.named_modules())
     units = [(unit.name, modules[unit.name]) for unit in discovery.units]
@@ -131,4 +139,12 @@ def _measure(
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-    return [(unit.forward_s_per_token, unit.backward_s_per_token) for unit in timed.units]
+    return [
+        (
+            unit.forward_s_per_token,
+            unit.backward_s_per_token,
+            unit.forward_launch_s or 0.0,
+            unit.backward_launch_s or 0.0,
+        )
+        for unit in timed.units
+    ]

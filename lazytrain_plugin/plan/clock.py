@@ -38,6 +38,10 @@ class Clock:
         self.free_s = dict.fromkeys(Resource, 0.0)
         self.busy_s = dict.fromkeys(Resource, 0.0)
         self.events: list[Event] = []
+        self.host_s = 0.0
+        """When the host has launched all that it has launched."""
+        self.launching_s = self.launch_waits_s = 0.0
+        """Time that the host launched, and that compute stood still for that alone."""
         self._noise = noise
         self._noise_frac = noise_frac
         self._record = record
@@ -51,6 +55,22 @@ class Clock:
         self.busy_s[resource] += duration_s
         if self._record and duration_s > 0:
             self.events.append(Event(name, resource, start_s, end_s, num_bytes))
+        return end_s
+
+    def compute(self, name: str, duration_s: float, launch_s: float, *after_s: float) -> float:
+        """As `run` on the compute stream, of many small operations that the host launches in `launch_s`.
+
+        They begin with the first launch, and don't end before the last one.
+        """
+        begin_s = self.host_s
+        self.host_s = begin_s + launch_s
+        duration_s = self.noisy(duration_s)
+        ready_s = max(self.free_s[Resource.COMPUTE], *after_s) if after_s else self.free_s[Resource.COMPUTE]
+        start_s = max(ready_s, begin_s, self.host_s - duration_s)
+        self.launching_s += launch_s
+        self.launch_waits_s += start_s - ready_s
+        self.free_s[Resource.COMPUTE] = end_s = start_s + duration_s
+        self.ran(name, Resource.COMPUTE, start_s, end_s, duration_s, 0)
         return end_s
 
     def noisy(self, duration_s: float) -> float:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lazytrain_plugin.plan.accounting import Ledger
+from lazytrain_plugin.plan.launches import launch_remark
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import StepTimes
 from lazytrain_plugin.profile.model import ModelProfile, TensorProfile
@@ -116,6 +117,8 @@ def _summary(plan: PlacementPlan, times: StepTimes | None) -> Text:
             f"\nstep {times.step_s:.3f} s: forward {times.forward_s:.3f} s, backward {times.backward_s:.3f} s; "
             f"compute waits {max(0.0, times.step_s - times.compute_s):.3f} s ({_waiting_share(times):.0%})"
         )
+        remark = launch_remark(times.launching_s, times.launch_waits_s, times.step_s)
+        text += f"\n{remark}" if remark else ""
     elif plan.predicted_step_s is not None:
         text += f"\nstep {plan.predicted_step_s:.3f} s (predicted)"
     if plan.solver:

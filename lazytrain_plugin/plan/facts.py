@@ -17,6 +17,7 @@ from lazytrain_plugin.plan.accounting import (
     updates_meet_at_home,
     workspace_bytes,
 )
+from lazytrain_plugin.plan.launches import launches_of
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import UnitPlan
 from lazytrain_plugin.vocab import Tier, Updater
@@ -47,6 +48,10 @@ class Facts:
     return_s: float
     backward_s: float
     """With the recompute."""
+    forward_launch_s: float
+    backward_launch_s: float
+    update_launch_s: float
+    """Host time for an update by the GPU."""
     meets_s: float
     """Of its gradients with those of other ranks."""
     gather_s: float
@@ -100,6 +105,7 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
     leaving_bytes = cost.streamed_out_bytes + (cost.weight_bytes if streamed else 0)
     on_gpu = unit.boundary == Tier.GPU
     staged, fetched = nvme_updated_bytes(cost, unit), cost.weight_bytes if unit.weights == Tier.NVME else 0
+    launches = launches_of(cost, unit)
     return Facts(
         unit=unit,
         is_known=activations and not updates_meet_at_home(cost, unit) and unit.gradients != Tier.NVME,
@@ -115,6 +121,9 @@ def facts_of(problem: PlacementProblem, cost: UnitCost, unit: UnitPlan) -> Facts
         leave_s=problem.d2h_s(offloaded),
         return_s=problem.h2d_s(offloaded),
         backward_s=again_s(cost, unit) + cost.backward_s,
+        forward_launch_s=launches[0],
+        backward_launch_s=launches[1],
+        update_launch_s=launches[2],
         meets_s=cost.exchange_s,
         gather_s=cost.gather_s,
         spread_s=cost.spread_s if sends else 0.0,

@@ -18,10 +18,11 @@ from lazytrain_plugin.plan.accounting import (
     nvme_written_bytes,
 )
 from lazytrain_plugin.plan.bits import choose_bits
+from lazytrain_plugin.plan.candidate import Candidate, candidate_of
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, allows_home
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost, build_problem
 from lazytrain_plugin.plan.reasons import explained_unit
-from lazytrain_plugin.plan.replay import Candidate, Judge, candidate_of
+from lazytrain_plugin.plan.replay import Judge
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import simulate

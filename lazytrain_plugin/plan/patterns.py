@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lazytrain_plugin.plan.candidate import Candidate, candidate_of
 from lazytrain_plugin.plan.choices import (
     HOMES,
     STEM_HOMES,
@@ -23,7 +24,6 @@ from lazytrain_plugin.plan.choices import (
     stem_home_of,
 )
 from lazytrain_plugin.plan.problem import PlacementProblem
-from lazytrain_plugin.plan.replay import Candidate, candidate_of
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.vocab import Activations, Tier
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.cluster import on_cluster
 from lazytrain_plugin.plan.formats import CodingRates, GradientErrors
+from lazytrain_plugin.plan.launches import launch_costs
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
 from lazytrain_plugin.plan.unit_cost import STEM_STAGING_BYTES, StrategyCost, UnitCost
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -359,6 +360,7 @@ def _unit_cost(
         workspace_bytes=unit.workspace_bytes_per_token * tokens,
         forward_s=forward_s,
         backward_s=backward_s,
+        **launch_costs(unit, hardware),
         weight_h2d_s=unit.weight_bytes / hardware.h2d_shared_bytes_per_s if gpu else 0.0,
         gradient_d2h_s=unit.gradient_bytes / hardware.d2h_shared_bytes_per_s if gpu else 0.0,
         cpu_update_s=unit.num_trainable / hardware.cpu_update_parameters_per_s(state_bits, shared=gpu),

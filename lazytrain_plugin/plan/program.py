@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import highspy
 
-from lazytrain_plugin.plan import capacity, program_inputs, timing_backward, timing_forward, variables
+from lazytrain_plugin.plan import capacity, program_inputs, program_launches, timing_backward, timing_forward, variables
 from lazytrain_plugin.plan.choices import HOMES, STEM_HOMES, home_of
 from lazytrain_plugin.plan.greedy import empty_plan
 from lazytrain_plugin.plan.objective import set_objective
@@ -72,6 +72,7 @@ def build_program(problem: PlacementProblem) -> tuple[highspy.Highs, variables.V
     timing_backward.add_gradients_to_disk(model, problem, v)
     timing_backward.add_repeated_forward(model, problem, v)
     timing_backward.add_step_time(model, problem, v)
+    program_launches.add_launches(model, problem, v)
     program_inputs.add_one_place(model, problem, v)
     program_inputs.add_coded_inputs(model, problem, v)
     program_inputs.add_edge_length(model, problem, v)

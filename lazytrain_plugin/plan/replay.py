@@ -9,7 +9,6 @@ know (activations and gradients on NVMe, dropped inputs, updates that ranks divi
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from lazytrain_plugin.plan.accounting import (
     Staging,
@@ -20,34 +19,12 @@ from lazytrain_plugin.plan.accounting import (
     reserved_bytes,
     staged_bytes,
 )
+from lazytrain_plugin.plan.candidate import Judged
 from lazytrain_plugin.plan.facts import FROZEN, ON_GPU, ON_WORKER, PASSING, Facts, facts_of
 from lazytrain_plugin.plan.gradient_traffic import MEANS, stem_gradients
 from lazytrain_plugin.plan.problem import PlacementProblem
-from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import NEEDED_FIRST, simulate
 from lazytrain_plugin.profile.model import UnitRole
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What of a plan decides its bytes and its time, without the checks and sizes of a whole one."""
-
-    units: tuple[UnitPlan, ...]
-    stem: tuple[UnitPlan, ...]
-    weight_slots: int
-    gradient_slots: int
-    state_slots: int
-    activation_slots: int
-    nvme_slots: int
-
-
-def candidate_of(plan: PlacementPlan, units: tuple[UnitPlan, ...]) -> Candidate:
-    """The plan with other units."""
-    slots = plan.weight_slots, plan.gradient_slots, plan.state_slots, plan.activation_slots, plan.nvme_slots
-    return Candidate(units, plan.stem, *slots)
-
-
-Judged = PlacementPlan | Candidate
 
 
 class Judge:
@@ -173,7 +150,7 @@ class Judge:
         begin_s = end_s = 0.0
         stem = facts[num_units:]
         loss = [
-            (num_units + s, cost.forward_s + cost.backward_s)
+            (num_units + s, cost.forward_s + cost.backward_s, cost.forward_launch_s)
             for s, cost in enumerate(self.problem.stem)
             if cost.forward_s
         ]
@@ -198,7 +175,7 @@ class _Replay:
     def __init__(self, units: list[Facts], stem: list[Facts], plan: Judged) -> None:
         self.units = units
         count = len(units) + len(stem)
-        self.compute_s = self.h2d_s = self.d2h_s = self.worker_s = self.exchange_s = 0.0
+        self.host_s = self.compute_s = self.h2d_s = self.d2h_s = self.worker_s = self.exchange_s = 0.0
         self.gradient_s = [0.0] * count
         self.weight_s = [0.0] * count
         self.back_s = [0.0] * count
@@ -217,6 +194,7 @@ class _Replay:
 
     def updates(self, order: list[tuple[int, Facts]], step_s: float) -> None:
         slots, weight_s, on_worker = self.slots, self.weight_s, False
+        self.host_s = max(self.host_s, step_s)
         for place, fact in order:
             updates = fact.updates
             if updates == FROZEN:
@@ -227,7 +205,7 @@ class _Replay:
             if updates == PASSING:
                 weight_s[place] = step_s
             elif updates == ON_GPU:
-                self.compute_s = weight_s[place] = max(self.compute_s, step_s) + fact.gpu_update_s
+                weight_s[place] = self._compute(fact.gpu_update_s, fact.update_launch_s, step_s)
                 if fact.gather_s:
                     self.exchange_s = weight_s[place] = max(self.exchange_s, weight_s[place]) + fact.gather_s
             else:
@@ -249,6 +227,18 @@ class _Replay:
                 worker_s = max(worker_s, step_s) + fact.delay_s
         self.worker_s = worker_s
 
+    def _compute(self, duration_s: float, launch_s: float, ready_s: float) -> float:
+        """As `Clock.compute`."""
+        begin_s = self.host_s
+        self.host_s = launched_s = begin_s + launch_s
+        start_s = self.compute_s if self.compute_s > ready_s else ready_s
+        if begin_s > start_s:
+            start_s = begin_s
+        if launched_s - duration_s > start_s:
+            start_s = launched_s - duration_s
+        self.compute_s = end_s = start_s + duration_s
+        return end_s
+
     def _read(self, place: int, after_s: float, duration_s: float, lost_s: float) -> float:
         """From NVMe."""
         end_s = self.read_s = max(self.read_s, after_s, self.disk[0], self.written_s[place]) + duration_s
@@ -264,6 +254,8 @@ class _Replay:
             self._renew(first)
         end_s = max((weight_s[place] for place, _ in first), default=0.0)
         for place, fact in enumerate(self.units):
+            if fresh and fact.updates == ON_WORKER and weight_s[place] > self.host_s:
+                self.host_s = weight_s[place]
             if fresh and fact.spread_s:
                 self.exchange_s = weight_s[place] = max(self.exchange_s, weight_s[place]) + fact.spread_s
             if fact.streamed:
@@ -278,8 +270,7 @@ class _Replay:
                 ready_s = end_s
             if fact.leaves:
                 ready_s = max(ready_s, leaving[0])
-            end_s = (self.compute_s if self.compute_s > ready_s else ready_s) + fact.forward_s
-            self.compute_s = end_s
+            end_s = self._compute(fact.forward_s, fact.forward_launch_s, ready_s)
             if fact.streamed:
                 self._used_slot(place, end_s)
             if fact.leaves:
@@ -287,8 +278,8 @@ class _Replay:
         if fresh:
             self._renew(last)
             self.d2h_s = max(self.d2h_s, self.states_back_s)
-        for place, duration_s in loss:
-            end_s = self.compute_s = max(self.compute_s, end_s, weight_s[place]) + duration_s
+        for place, duration_s, launch_s in loss:
+            end_s = self._compute(duration_s, launch_s, max(end_s, weight_s[place]))
 
     def backward(self, early, late) -> float:
         end_s = self.compute_s
@@ -303,8 +294,7 @@ class _Replay:
                 start_s = max(self.h2d_s, self.offloaded_s[place], returning[0])
                 self.h2d_s = start_s + fact.return_s
                 ready_s = max(ready_s, self.h2d_s)
-            end_s = (self.compute_s if self.compute_s > ready_s else ready_s) + fact.backward_s
-            self.compute_s = end_s
+            end_s = self._compute(fact.backward_s, fact.backward_launch_s, ready_s)
             if fact.sends or fact.meets_s:
                 end_s = self._deliver(place, fact, end_s)
             else:
@@ -400,5 +390,4 @@ class _Replay:
         self.back_s[place] = back_s
         self.weight_s[place] = back_s if fact.streamed else updated_s
         computing_s = max(computed_s, updated_s - fact.passing_update_s)
-        self.compute_s = max(self.compute_s, computing_s) + fact.passing_update_s
-        return self.compute_s
+        return self._compute(fact.passing_update_s, fact.update_launch_s, computing_s)

@@ -28,6 +28,7 @@ from lazytrain_plugin.plan.clock import Clock, Event, Resource, Ring
 from lazytrain_plugin.plan.disk_traffic import read_disk, write_disk
 from lazytrain_plugin.plan.edges import backward_order
 from lazytrain_plugin.plan.gradient_traffic import GradientTraffic, stem_gradients
+from lazytrain_plugin.plan.launches import launches_of
 from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.profile.model import UnitRole
@@ -49,6 +50,10 @@ class StepTimes:
     """Time that the compute stream worked; the rest of `step_s` is waiting."""
     busy_s: dict[str, float]
     """Working time per resource."""
+    launching_s: float = 0.0
+    """Time that the host launched; it runs ahead of the GPU where it can."""
+    launch_waits_s: float = 0.0
+    """Time that the compute stream stood still for that alone."""
     events: tuple[Event, ...] = ()
 
 
@@ -86,6 +91,7 @@ class _Step:
 
     def updates(self, step_s: float) -> None:
         """`step()` at `step_s`: the clip factor is known. Units are updated in the order the forward needs them."""
+        self.clock.host_s = max(self.clock.host_s, step_s)  # the host has waited for it
         updated_on_cpu: set[str] = set()
         for cost, unit in (*self.first, *self.units, *self.last):
             if not cost.num_trainable:
@@ -97,7 +103,9 @@ class _Step:
                 self.weight_s[cost.name] = step_s  # its update is a part of forward
             elif unit.updater == Updater.GPU:
                 # On the compute stream, at once: short, and no copy to wait for.
-                updated_s = self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.own_update_s, step_s)
+                updated_s = self.clock.compute(
+                    f"update {cost.name}", cost.own_update_s, launches_of(cost, unit)[2], step_s
+                )
                 if cost.gather_s:
                     # Every rank has updated its part.
                     updated_s = self.clock.run(f"gather {cost.name}", Resource.EXCHANGE, cost.gather_s, updated_s)
@@ -145,6 +153,9 @@ class _Step:
         end_s = max((self.weight_s[cost.name] for cost, _ in self.first), default=0.0)
         for cost, unit in self.units:
             if fresh:
+                if unit.updater == Updater.CPU:
+                    # The host launches nothing of a unit that is being updated.
+                    self.clock.host_s = max(self.clock.host_s, self.weight_s[cost.name])
                 self._begin_divided(cost)
                 self._spread(cost, unit)
                 if self._is_published(cost, unit):
@@ -156,7 +167,7 @@ class _Step:
             ready_s = max(ready_s, end_s)
             if leaves:
                 ready_s = max(ready_s, self.activations.slot_s())
-            end_s = self.clock.run(f"forward {cost.name}", Resource.COMPUTE, cost.forward_s, ready_s)
+            end_s = self.clock.compute(f"forward {cost.name}", cost.forward_s, launches_of(cost, unit)[0], ready_s)
             self._used_slot(cost, unit, end_s)
             if leaves:
                 self._leave(cost, unit, end_s)
@@ -166,10 +177,10 @@ class _Step:
         for cost, _ in self.stem:
             if cost.forward_s:
                 # Head and loss, forward and backward together: the chunked loss does both chunk by chunk.
-                end_s = self.clock.run(
+                end_s = self.clock.compute(
                     f"loss {cost.name}",
-                    Resource.COMPUTE,
                     cost.forward_s + cost.backward_s,
+                    cost.forward_launch_s,
                     end_s,
                     self.weight_s[cost.name],
                 )
@@ -187,11 +198,11 @@ class _Step:
             ready_s = max(end_s, self._weights_arrive(cost, unit, "again" if again else "backward", fresh=False))
             ready_s = max(ready_s, self.activations.come_back(cost, unit))
             if again:
-                end_s = self.clock.run(f"again {cost.name}", Resource.COMPUTE, cost.forward_s, ready_s)
+                end_s = self.clock.compute(f"again {cost.name}", cost.forward_s, cost.forward_launch_s, ready_s)
                 self._used_slot(cost, unit, end_s)
                 continue
             compute_s = again_s(cost, unit) + cost.backward_s
-            end_s = self.clock.run(f"backward {cost.name}", Resource.COMPUTE, compute_s, ready_s)
+            end_s = self.clock.compute(f"backward {cost.name}", compute_s, launches_of(cost, unit)[1], ready_s)
             end_s = self.gradients.deliver(cost, unit, end_s)
             self._used_slot(cost, unit, end_s)
             self.activations.used(cost, unit, end_s)
@@ -244,7 +255,8 @@ class _Step:
         self.back_s[cost.name] = back_s
         self.weight_s[cost.name] = back_s if is_streamed(unit) else updated_s
         computing_s = max(computed_s, updated_s - cost.own_update_s)
-        return self.clock.run(f"update {cost.name}", Resource.COMPUTE, cost.own_update_s, computing_s)
+        launch_s = launches_of(cost, unit)[2]
+        return self.clock.compute(f"update {cost.name}", cost.own_update_s, launch_s, computing_s)
 
     def _begin_divided(self, upto: UnitCost) -> None:
         """Divided updates are all launched at `step()`, and run ahead of the copies of weights: this one's and those of
@@ -350,6 +362,7 @@ def simulate(
     for _ in range(steps):
         begin_s, forward_s, backward_s = end_s, 0.0, 0.0
         busy_before = dict(clock.busy_s)
+        clock.launching_s = clock.launch_waits_s = 0.0
         clock.events.clear()
         step.updates(begin_s)
         if synchronous:
@@ -370,6 +383,8 @@ def simulate(
         backward_s=backward_s,
         compute_s=busy["compute"],
         busy_s=busy,
+        launching_s=clock.launching_s,
+        launch_waits_s=clock.launch_waits_s,
         events=_shifted(clock.events, begin_s),
     )
 

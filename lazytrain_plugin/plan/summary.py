@@ -6,6 +6,7 @@ from collections import Counter
 
 from lazytrain_plugin.plan.accounting import account
 from lazytrain_plugin.plan.explain import TIER_NAMES
+from lazytrain_plugin.plan.launches import launch_remark
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.simulate import Resource, StepTimes
@@ -63,7 +64,8 @@ def _time(plan: PlacementPlan, times: StepTimes) -> list[str]:
         for resource in Resource
         if times.busy_s.get(resource)
     )
-    return [line, f"busy: {busy}"]
+    remark = launch_remark(times.launching_s, times.launch_waits_s, times.step_s)
+    return [line, f"busy: {busy}", *([remark] if remark else [])]
 
 
 def _units(plan: PlacementPlan) -> list[str]:

@@ -85,6 +85,12 @@ class UnitCost:
     forward_s: float = 0.0
     backward_s: float = 0.0
     """Without the recompute, which costs `forward_s`."""
+    forward_launch_s: float = 0.0
+    """Host time to launch its forward; 0: not counted. See plan/launches.py."""
+    backward_launch_s: float = 0.0
+    """Without what runs again."""
+    update_launch_s: float = 0.0
+    """Of an update by the GPU, for each chunk of its states."""
     weight_h2d_s: float = 0.0
     gradient_d2h_s: float = 0.0
     cpu_update_s: float = 0.0

@@ -73,6 +73,7 @@ def extract_model_profile(
                 kept_bytes_per_token=probe.kept_bytes,
                 workspace_bytes_per_token=probe.workspace_bytes,
                 flop_per_token=_matrix_flop(module, config) + probe.attention_flop(sequence_length),
+                num_operators=probe.num_operators,
                 strategies=probe.strategies(sequence_length),
                 kept_bytes_per_token_by_class=probe.bytes_by_class,
             )

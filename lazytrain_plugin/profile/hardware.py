@@ -67,6 +67,8 @@ class HardwareProfile:
     from the rate of that device's memory."""
     dequantize_bytes_per_s: float = 0.0
     """The same of values made of codes."""
+    launch_s: float = 0.0
+    """Host time to launch one operator from Python, autograd's part included; 0: launches take no time."""
     nvme_bytes: int = 0
     """Space that may be used on disk; 0: no NVMe tier."""
     nvme_read_bytes_per_s: float = 0.0

@@ -183,6 +183,7 @@ def _gpu_rates(device: torch.device, update_rate) -> dict[str, float]:
         "h2d_shared_bytes_per_s": SHARED_LINK_FRAC * count / h2d_shared_s,
         "d2h_shared_bytes_per_s": SHARED_LINK_FRAC * count / d2h_shared_s,
         "gpu_memory_bytes_per_s": gpu_memory,
+        "launch_s": _launch_s(device),
         **updates,
     }
 
@@ -217,6 +218,25 @@ def _median_cuda_s(action: Callable[[], object], *, repeats: int) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def _launch_s(device: torch.device) -> float:
+    """Host time for one operator of a layer: modules and plain operators in turn, with autograd's part."""
+    linear, x = torch.nn.Linear(16, 16, device=device), torch.ones(16, 16, device=device)
+    num_operators = 200  # far fewer than wait in a GPU's queue before the host has to
+
+    def launch() -> None:
+        y = x
+        for _ in range(num_operators // 2):
+            y = linear(y) * 0.5
+
+    best_s = float("inf")
+    for _ in range(6):
+        torch.cuda.synchronize(device)
+        begin_s = time.perf_counter()
+        launch()
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return best_s / num_operators
 
 
 def _host_memory_bytes_per_s() -> float:

@@ -117,6 +117,12 @@ class UnitProfile:
     """Measured time of the forward; None: derived from `flop_per_token`."""
     backward_s_per_token: float | None = None
     """Measured time of the backward, without recompute; None: derived from the forward's."""
+    num_operators: int = 0
+    """Operators of the forward that the host launches; 0: not known."""
+    forward_launch_s: float | None = None
+    """Measured time in which the host launches the forward, whatever the tokens; None: derived from `num_operators`."""
+    backward_launch_s: float | None = None
+    """The same of the backward, without what runs again."""
     strategies: tuple[StrategyProfile, ...] = ()
     """Ways of saving other than KEEP (`kept_bytes_per_token`, nothing again); RECOMPUTE without an entry: all again."""
     kept_bytes_per_token_by_class: dict[str, int] = field(default_factory=dict)

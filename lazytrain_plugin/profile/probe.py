@@ -67,6 +67,8 @@ class Probe:
     """Query width (heads x head size) of every attention call."""
     bytes_by_class: dict[str, int] = field(default_factory=dict)
     products: list[_Product] = field(default_factory=list)
+    num_operators: int = 0
+    """Of the forward, views apart."""
     moved_bytes: float = 0.0
     """Read and written by everything that is no product."""
 
@@ -218,6 +220,7 @@ class ProbeRecorder:
                 self._alive.append(storage)
                 self._classes[storage._cdata] = class_of(self._modules[-1] if self._modules else "")
         kind = operator_kind(func)
+        probe.num_operators += not _is_view(func)
         if kind == OperatorKind.OTHER:
             if not _is_view(func):
                 inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -32,6 +32,8 @@ SETTLED_AFTER_S = 0.2
 """A GPU starts at clocks that it can't hold: an H200 that multiplies falls from 1980 to 1500 MHz within 0.1 s."""
 TIMED_S = 0.5
 """It then corrects its power now and then, for some 0.1 s: the median of all runs of this time is what a step sees."""
+LAUNCHED_RUNS = 5
+"""Runs whose launches alone are timed."""
 LONG_ENOUGH_S = 2.0
 """Without a GPU, a kind of unit is not run again once its runs took this long (a CPU takes seconds for one)."""
 
@@ -43,6 +45,9 @@ class UnitTimes:
     forward_s: float
     backward_s: float
     """With gradients of inputs and of every trainable weight; without recompute."""
+    forward_launch_s: float | None = None
+    """Time in which the host launches the forward; None: the device is the host."""
+    backward_launch_s: float | None = None
 
 
 def measure_units(
@@ -86,6 +91,8 @@ def measure_units(
                 unit,
                 forward_s_per_token=times[kind].forward_s / tokens,
                 backward_s_per_token=times[kind].backward_s / tokens,
+                forward_launch_s=times[kind].forward_launch_s,
+                backward_launch_s=times[kind].backward_launch_s,
             )
         )
     return replace(profile, units=tuple(measured))
@@ -142,7 +149,34 @@ def time_unit(
     timed = marks[num_unsettled:] or marks[-1:]
     forward = [_between(start, middle) for start, middle, _ in timed]
     backward = [_between(middle, end) for _, middle, end in timed]
-    return UnitTimes(forward_s=statistics.median(forward), backward_s=statistics.median(backward))
+    launches = _time_launches(unit, args, kwargs, gradients, device) if device.type == "cuda" else (None, None)
+    return UnitTimes(
+        forward_s=statistics.median(forward),
+        backward_s=statistics.median(backward),
+        forward_launch_s=launches[0],
+        backward_launch_s=launches[1],
+    )
+
+
+def _time_launches(
+    unit: nn.Module, args: tuple, kwargs: dict, gradients: list[torch.Tensor], device: torch.device
+) -> tuple[float, float]:
+    """Host seconds to launch a forward and its backward, each onto a device that has nothing else to do."""
+    forward, backward = [], []
+    for _ in range(LAUNCHED_RUNS):
+        torch.cuda.synchronize(device)
+        begin_s = time.perf_counter()
+        output = unit(*args, **kwargs)
+        forward.append(time.perf_counter() - begin_s)
+        roots = [t for t in _tensors(output) if t.requires_grad]
+        torch.cuda.synchronize(device)
+        begin_s = time.perf_counter()
+        torch.autograd.backward(roots, gradients)
+        backward.append(time.perf_counter() - begin_s)
+        for parameter in unit.parameters():
+            parameter.grad = None
+    torch.cuda.synchronize(device)
+    return statistics.median(forward), statistics.median(backward)
 
 
 def meta_copy(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype]) -> nn.Module:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -86,11 +87,15 @@ class UnitCall:
         # From here on only autograd holds the inputs: it frees them as backward goes, while this object lives as long
         # as the loss does, which is often into the next step.
         inputs, self.inputs = self.inputs, []
+        waits = self.unit.update_ticket is not None and not self.unit.update_ticket.done
+        begin_s = time.perf_counter()
         outputs = _UnitNode.apply(self, self.executor.graph_root, *inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         self.output_versions = [output._version for output in outputs]
         result, captured = self.rebuild_outputs(outputs)
         self.executor.side_outputs.append(captured)
+        seconds = time.perf_counter() - begin_s
+        self.executor.streams.trace.launched(self.unit.name, seconds, waited=waits)
         return result
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

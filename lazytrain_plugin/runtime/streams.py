@@ -28,6 +28,10 @@ POLL_S = 5e-5
 """Between two looks at an event."""
 
 
+MOST_LAUNCHES = 4
+"""Units of a step, its first ones, whose launches are timed."""
+
+
 class NullEvent:
     """Stands for a CUDA event where every operation is already complete."""
 
@@ -51,6 +55,11 @@ class Trace:
         self._current: dict[str, float] = defaultdict(float)
         self.steps: list[dict[str, float]] = []
         """One dict per finished optimizer step; the last 1,000."""
+        self.launches: list[tuple[str, float]] = []
+        """Of the last finished step: host time to launch the forward of some of its first units. The host has
+        just waited for the clip factor then, so the GPU's queue is short, and launching never waits for its end."""
+        self._launches: list[tuple[str, float]] = []
+        self._num_launched = 0
         self.recorder: StepRecorder | None = None
         """Measures single operations, where that was asked for."""
 
@@ -62,6 +71,12 @@ class Trace:
     def add_seconds(self, cause: str, seconds: float) -> None:
         self._current[cause] += seconds
 
+    def launched(self, name: str, seconds: float, *, waited: bool) -> None:
+        """The host has launched a unit's forward; `waited`: and may have waited for something else first."""
+        self._num_launched += 1
+        if self._num_launched <= MOST_LAUNCHES and not waited:
+            self._launches.append((name, seconds))
+
     def end_step(self) -> None:
         """Closes a step. Events that have not happened yet count for the next one."""
         unfinished = []
@@ -71,6 +86,7 @@ class Trace:
             else:
                 unfinished.append((cause, before, after))
         self._pending = unfinished
+        self.launches, self._launches, self._num_launched = self._launches, [], 0
         self.steps.append(dict(self._current))
         del self.steps[:-1000]
         self._current.clear()

@@ -51,6 +51,16 @@ def test_one_measurement_per_plan_after_the_warm_up(monkeypatch, caplog):
     assert [rig.step() is not None for _ in range(5)].count(True) == 1
 
 
+def test_launches_of_the_first_units_are_told_where_they_waited_for_nothing(monkeypatch):
+    rig = Rig(monkeypatch)
+    found = []
+    for seconds in (9.0, 5.0, 1.0, 3.0):
+        for unit in range(6):
+            rig.streams.trace.launched(f"unit {unit}", seconds / 100, waited=unit == 1)
+        found.append(rig.step())
+    assert found[3].launches_s == {f"unit {unit}": pytest.approx(0.02) for unit in (0, 2, 3)}, "medians, warm-up apart"
+
+
 def test_memory_of_several_ranks_is_the_nodes(monkeypatch, caplog):
     """What they have in common counts once."""
     caplog.set_level("INFO")

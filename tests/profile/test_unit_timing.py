@@ -30,6 +30,8 @@ def test_every_unit_gets_times_and_the_model_stays_on_meta(device, config):
     model, units = on_meta(config)
     profile = measure_units(profile_of(model), model, units, torch.device(device), batch_size=2, sequence_length=37)
     assert all(0 < unit.forward_s_per_token < 1e-2 and 0 < unit.backward_s_per_token < 1e-2 for unit in profile.units)
+    launches = [s for unit in profile.units for s in (unit.forward_launch_s, unit.backward_launch_s)]
+    assert all(0 < s < 1e-2 for s in launches) if device == "cuda" else launches == [None] * len(launches)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert all("forward" not in vars(module) and not module._forward_pre_hooks for module in model.modules())
 
