@@ -271,7 +271,7 @@ def test_a_fast_disk_keeps_what_would_be_computed_again():
     )
     problem = replace(problem, gpu_budget_bytes=gpu_bytes + 2 * units[0].kept_bytes + 8 * MIB)
     able = replace(problem.capabilities, offloaded_saved=True)
-    plan = solve_problem(replace(problem, capabilities=able), time_limit_s=1)
+    plan = solve_problem(replace(problem, capabilities=able), time_limit_s=2)
     without = solve_problem(replace(problem, capabilities=replace(able, nvme_saved=False)), time_limit_s=1)
     saved = [unit for unit in plan.units if unit.saved == Tier.NVME]
     assert saved and all(unit.activations != Activations.RECOMPUTE for unit in saved) and fits(problem, plan)
