@@ -23,7 +23,7 @@ from lazytrain_plugin.plan.choices import (
     saving_choices,
     stem_home_of,
 )
-from lazytrain_plugin.plan.problem import PlacementProblem
+from lazytrain_plugin.plan.problem import PlacementProblem, UnitCost
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.vocab import Activations, Tier
 
@@ -31,6 +31,8 @@ PHASES = (0.01, 0.25, 0.5, 0.75, 0.99)
 RECOMPUTE = -1
 """Index of the way to save nothing."""
 RECOMPUTED = (Activations.RECOMPUTE, Tier.GPU)
+LEAST_WORTH_FRAC = 0.4
+"""Of the most that saving a byte spares: ways below it are no part of a pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Family:
         self.problem, self._plan = problem, plan
         costs = problem.units
         self.homes = [home for home in HOMES if any(allows_home(problem, cost, home) for cost in costs)]
-        self.saving = list(dict.fromkeys(choice for cost in costs for choice in saving_choices(problem, cost)))
+        self.saving = list(dict.fromkeys(choice for cost in costs for choice in _worthwhile(problem, cost)))
         streams = problem.has_gpu and problem.capabilities.streamed_states
         self.stem_homes = [home for home in STEM_HOMES if streams or home != "stream_update"]
         self._leaving = [index for index, (_, tier) in enumerate(self.saving) if tier != Tier.GPU]
@@ -143,3 +145,15 @@ def _in_turn(counts: Sequence[int], indices: Iterable[int], phases: Sequence[flo
         for place in range(counts[index])
     )
     return [index for _, index in sorted(places)]
+
+
+def _worthwhile(problem: PlacementProblem, cost: UnitCost) -> list[tuple[Activations, Tier]]:
+    """What a unit may save, without ways that spare far less per byte than another, and not the most either: patterns
+    that nobody wants cost a search as much time as those that help."""
+    choices = saving_choices(problem, cost)
+    again_s = cost.recompute_s(Activations.RECOMPUTE)
+    spared_s = {activations: again_s - cost.recompute_s(activations) for activations, _ in choices}
+    worth = {activations: spared_s[activations] / max(1, cost.saved_bytes(activations)) for activations in spared_s}
+    most_s, most_worth = max(spared_s.values(), default=0.0), max(worth.values(), default=0.0)
+    wanted = {a for a in spared_s if spared_s[a] == most_s or worth[a] >= LEAST_WORTH_FRAC * most_worth}
+    return [choice for choice in choices if choice[0] in wanted]
