@@ -58,7 +58,7 @@ def launch_costs(unit: UnitProfile, hardware: HardwareProfile) -> dict[str, floa
 
 def forward_launch_s(cost: UnitCost, activations: Activations, *, coded: bool) -> float:
     """Of a unit that saves so; `coded`: in fewer bits."""
-    observed = coded or activations in (Activations.ATTENTION, Activations.MATMULS)
+    observed = coded or activations not in (Activations.RECOMPUTE, Activations.KEEP)
     return cost.forward_launch_s * (OBSERVED_FACTOR if observed else 1.0)
 
 
