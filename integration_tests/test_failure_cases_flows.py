@@ -558,10 +558,10 @@ def test_rate_used_in_the_update_follows_the_schedule_over_a_resume(scheduler, d
     used: list[float] = []
     update = ClientOptimizer.update
 
-    def spy(self, unit, arrived, scalars):
+    def spy(self, unit, arrived, scalars, *piece):
         if unit.name.endswith("layers.1"):
             used.append(scalars.groups[0]["lr"])
-        return update(self, unit, arrived, scalars)
+        return update(self, unit, arrived, scalars, *piece)
 
     monkeypatch.setattr(ClientOptimizer, "update", spy)
     samples = models.make_samples("llama", 16)

@@ -177,7 +177,7 @@ class Hops:
         silent = self._silent_ranks()
         who = f"No sign of life from rank {', '.join(map(str, silent))}" if silent else "Every rank still answers"
         return CommunicationError(
-            f"Rank {self.ranks[self.rank]}: the {phase} of a gradient reduction failed after {waited_s:.1f} s. "
+            f"Rank {self.ranks[self.rank]}: the {phase} failed after {waited_s:.1f} s. "
             f"{who}; see the first error of that rank's log, then resume from the last checkpoint. ({why})"
         )
 

@@ -172,7 +172,7 @@ def load_checkpoint(
     except Exception as error:  # unpickling a damaged file can raise anything
         raise CheckpointError(
             f"{load_dir / tag} is damaged or not a ZeRO stage-3 checkpoint ({type(error).__name__}: {error}); "
-            "load an earlier tag"
+            f"{complete_tags(load_dir, but=tag)}"
         ) from error
     state.flush()
     with_states = load_optimizer_states and not load_module_only

@@ -259,8 +259,8 @@ def check_config(path: Path, *, hook_works: bool = True, model: str | None = Non
             return
         config = load_config(ds_config)
     except OSError as error:
-        named = error.filename or path
-        what = f"{path}: {'' if named == path else f'{named}: '}{error.strerror}"
+        named = str(error.filename or path)
+        what = f"{path}: {'' if named == str(path) else f'{named}: '}{error.strerror}"
         remedy = "give a DeepSpeed JSON or a launch YAML; paths in a YAML start at the folder that the job starts in"
         yield Finding("config", Status.ERROR, what, remedy)
         return
@@ -301,6 +301,7 @@ def _plan(config: LazyTrainConfig, model: str | None) -> Iterator[Finding]:
             state_bits=config.state_bits,
             gradient_bits=config.resting_gradient_bits,
             activation_bits=config.activation_bits,
+            shard=config.shard,
         )
     except (LazyTrainError, OSError) as error:
         yield Finding("plan", Status.ERROR, str(error))

@@ -63,9 +63,7 @@ class _AskingState:
         return self._state.read_master(record, span)
 
     def state_specs(self, record: ParamRecord) -> dict[str, TensorSpec | StateValue]:
-        if not self._state.executor.updater.native:  # then they are read
-            self._ask("state_specs", record, None)
-        return self._state.state_specs(record)
+        return self._state.state_specs(record)  # of native updaters, as all of several ranks are, without reading
 
     def read_state(self, record: ParamRecord, span: slice | None = None) -> dict[str, StateValue]:
         self._ask("read_state", record, span)

@@ -367,6 +367,7 @@ class UnitCall:
         with contextlib.suppress(WrongWayError), self.before.restored():
             graph = self.build_graph(inputs, run.packing(self.unit.pack), run=run)
         if not run.ended_well(graph.outputs if graph is not None else []):
+            graph = None  # never two of them in memory
             with self.before.restored():
                 graph = self.build_graph(inputs, self.unit.pack)
         return graph

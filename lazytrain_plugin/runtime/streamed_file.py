@@ -32,7 +32,8 @@ KeyPath = tuple[Any, ...]
 
 _CHUNK_BYTES = 64 * MIB  # of a tensor copied to the CPU, or handed to one write call, at a time
 _RECORD_OVERHEAD_BYTES = 512  # zip headers, alignment and pickle of one tensor: about 350 bytes
-_SMALL_BYTES = MIB  # records up to this are verified before any larger one is read
+_SMALL_BYTES = MIB  # tensors up to this are verified before any larger one is read
+_TENSORS = "data/"  # records of tensors, beside the pickle and the archive's version
 
 
 class DamagedFileError(CheckpointError):
@@ -204,16 +205,16 @@ class MappedFile:
 
     def verify_from_now(self) -> None:
         """From here on `verify` compares with the CRCs in the file, which must be true ones (`StreamedSave` writes
-        such). Small records are verified at once.
+        such). What is no tensor, or a small one, is verified at once.
 
         Raises:
-            DamagedFileError: bytes of a small record are not those that were saved.
+            DamagedFileError: its bytes are not those that were saved.
         """
         self._pool = Crc32Pool()
         with open(self.path, "rb") as file:
             for record in records_of(self.path):
                 self._records[record.offset] = record
-                if record.num_bytes <= _SMALL_BYTES:
+                if not _is_read_later(record):
                     file.seek(record.offset)
                     self._compare(record, memoryview(file.read(record.num_bytes)))
 
@@ -225,7 +226,7 @@ class MappedFile:
         """
         storage = tensor.untyped_storage()
         at = self._offset_of(storage.data_ptr(), storage.nbytes())
-        if at in self._records and self._records[at].num_bytes > _SMALL_BYTES:
+        if at in self._records and _is_read_later(self._records[at]):
             content = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
             self._compare(self._records[at], memoryview(content).cast("B"))
 
@@ -250,6 +251,11 @@ class MappedFile:
             # Whole pages only; one shared with a neighbour in the file is read again at worst.
             start, end = start & -mmap.PAGESIZE, (start + num_bytes) & -mmap.PAGESIZE
             ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def _is_read_later(record: Record) -> bool:
+    """Whether it is a tensor that is verified when it is asked for."""
+    return record.name.startswith(_TENSORS) and record.num_bytes > _SMALL_BYTES
 
 
 def _mapped_ranges(path: str) -> list[tuple[int, int, int]]:

@@ -4,7 +4,9 @@ A node has one copy of the weights, and each of its ranks has updated a part of 
 nodes send each other their parts, through their GPUs, and write what they get to the copy that their node has.
 
 [Note: beside gradients] That happens in a thread of its own, while the forward runs, and so may meet the exchange of
-gradients of a unit that is early: both have process groups, and streams, of their own.
+gradients of a unit that is early: both have process groups, and streams, of their own. Ranks may begin the two in
+either order. Neither waits for the other: a collective takes a few of a GPU's processors, so that both are under way at
+once, and nothing is allocated or freed meanwhile, which could wait for everything on the GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class WeightsBetweenNodes:
     def __init__(self, ranks: RankGroup, streams: Streams, sent: Callable[[int], None]) -> None:
         self._ranks, self._streams, self._sent = ranks, streams, sent
         self._stream = streams.slot_stream()
-        self._memory = torch.empty(0, dtype=torch.uint8, device=ranks.device)
+        self._piece_bytes = align_up(WEIGHTS_EXCHANGE_BYTES // ranks.num_nodes, 16)
+        count = (ranks.num_nodes + 1) * self._piece_bytes
+        self._memory = torch.empty(count, dtype=torch.uint8, device=ranks.device)
         # Connections are made now, while no other thread has collectives under way.
         one = torch.zeros(1, dtype=torch.uint8, device=ranks.device)
         ranks.hops.gather(PHASE, one.new_empty(ranks.num_nodes), one, ranks.weights_group)()
@@ -54,20 +58,15 @@ class WeightsBetweenNodes:
             return
         own = places[ranks.own_part - column]
         self._sent((nodes - 1) * (own.stop - own.start))
-        size = min(longest, align_up(WEIGHTS_EXCHANGE_BYTES // nodes, 16))
+        size = min(longest, self._piece_bytes)
         with (
             streams.on(self._stream),
             streams.span(f"weights {unit.name} (nodes)", Resource.EXCHANGE, stream=self._stream, num_bytes=longest),
         ):
-            rows = self._rows(nodes + 1, size)
+            rows = self._memory[: (nodes + 1) * size].view(nodes + 1, size)
             for start in range(0, longest, size):
                 self._bring(unit, [_piece(place, start, size) for place in places], rows)
         streams.reach(streams.record(self._stream), POLL_S)
-
-    def _rows(self, count: int, size: int) -> torch.Tensor:
-        if self._memory.numel() < count * size:
-            self._memory = torch.empty(count * size, dtype=torch.uint8, device=self._ranks.device)
-        return self._memory[: count * size].view(count, size)
 
     def _bring(self, unit: Unit, pieces: list[slice], rows: torch.Tensor) -> None:
         """One piece of each node's part; the first row is what is sent."""

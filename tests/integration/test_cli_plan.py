@@ -285,7 +285,9 @@ def test_measured_layers_make_the_plan(lazytrain, tmp_path):
     units = ModelProfile.from_json(out.read_text()).units
     assert len({(unit.forward_s_per_token, unit.backward_s_per_token) for unit in units}) == 1  # one kind, timed once
     assert 0 < units[0].forward_s_per_token < 1 and 0 < units[0].backward_s_per_token < 1
-    options = ["--hardware", H200, "--micro-batch", 2, "--seq-len", 32, "--json"]
+    computes = tmp_path / "hardware.json"  # so few tokens would take what the host needs to launch
+    computes.write_text(json.dumps(json.loads(Path(H200).read_text()) | {"launch_s": 0.0}))
+    options = ["--hardware", computes, "--micro-batch", 2, "--seq-len", 32, "--json"]
     plans = [PlacementPlan.from_json(lazytrain("plan", source, *options).stdout) for source in (out, tmp_path)]
     # The CPU that timed the layers is far slower than what the H200's file says.
     assert plans[0].predicted_step_s > 10 * plans[1].predicted_step_s

@@ -296,9 +296,9 @@ def test_changed_output_is_an_error_not_a_wrong_gradient():
 class SlowUpdates(ClientOptimizer):
     """Makes the window between `step()` and the update wide enough to look into."""
 
-    def update(self, unit, arrived, scalars):
+    def update(self, *args):
         time.sleep(0.05)
-        super().update(unit, arrived, scalars)
+        super().update(*args)
 
 
 READS = {
@@ -343,9 +343,9 @@ def test_metadata_does_not_wait_for_an_update():
     release = threading.Event()
 
     class Blocked(ClientOptimizer):
-        def update(self, unit, arrived, scalars):
+        def update(self, *args):
             release.wait()
-            super().update(unit, arrived, scalars)
+            super().update(*args)
 
     executor.updater = Blocked(executor.optimizer)
     model.loss(batches(1, "cpu")[0]).backward()
@@ -364,7 +364,7 @@ def test_failed_update_is_raised_where_it_is_needed():
     executor = make_executor(model, plan_for(model))
 
     class Broken(ClientOptimizer):
-        def update(self, unit, arrived, scalars):
+        def update(self, *args):
             raise OSError("disk on fire")
 
     executor.updater = Broken(executor.optimizer)

@@ -142,6 +142,21 @@ def test_other_bytes_than_were_saved_are_found(tmp_path, monkeypatch, small_byte
             damaged.verify(damaged.content[1][3:5])
 
 
+def test_a_large_pickle_is_verified_before_it_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(streamed_file, "_SMALL_BYTES", 0)
+    path = tmp_path / "x.pt"
+    with StreamedSave(path, [TensorSpec(torch.Size([10]), torch.float32), 1_200_000]) as file:
+        file.write((0,), torch.ones(10))
+    content = path.read_bytes()
+    number = (1_200_000).to_bytes(4, "little")
+    assert content.count(number) == 1
+    path.write_bytes(content.replace(number, (1_200_001).to_bytes(4, "little")))
+    damaged = MappedFile(path)
+    assert damaged.content[1] == 1_200_001
+    with pytest.raises(DamagedFileError, match="data.pkl is not what was saved there"):
+        damaged.verify_from_now()
+
+
 def test_estimate_covers_the_file(tmp_path):
     skeleton = {"many": [TensorSpec(torch.Size([n]), torch.float32) for n in range(3000)]}
     with StreamedSave(tmp_path / "x.pt", skeleton) as file:
