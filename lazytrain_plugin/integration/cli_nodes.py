@@ -12,7 +12,7 @@ from rich.text import Text
 from lazytrain_plugin.comm.predict import TABLE_LATENCY_S, coded_bytes_per_element, predicted_speedup
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.plan.accounting import account
-from lazytrain_plugin.plan.cluster import FP32_WIRE_BYTES, Cluster
+from lazytrain_plugin.plan.cluster import Cluster, fp32_wire_bytes
 from lazytrain_plugin.plan.network import predict_step
 from lazytrain_plugin.plan.problem import PlacementProblem
 from lazytrain_plugin.plan.result import PlacementPlan
@@ -28,7 +28,7 @@ def wire_bytes_per_element(nodes: int, *, shards_job: bool = False) -> dict[int,
     all-reduce, or one where states are divided over the job."""
     return {
         8: coded_bytes_per_element(nodes, of_parts=shards_job),
-        16: FP32_WIRE_BYTES / 2 if shards_job else FP32_WIRE_BYTES,
+        16: fp32_wire_bytes(shards_job=shards_job),
     }
 
 

@@ -17,7 +17,7 @@ from lazytrain_plugin.comm.predict import TABLE_LATENCY_S, coded_bytes_per_eleme
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.config.schema import LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
-from lazytrain_plugin.plan.cluster import FP32_WIRE_BYTES, Cluster
+from lazytrain_plugin.plan.cluster import Cluster, fp32_wire_bytes
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.simulate import StepTimes
@@ -84,7 +84,7 @@ def links_of(ranks: RankGroup, between: BetweenNodes, config: LazyTrainConfig) -
     given_gbit = config.gradient_comm.network_gbit
     links = measure_links(ranks.hops, between, network=given_gbit is None)
     in_codes = between.off_because is None and between.smallest_bucket_elements < threshold.NEVER
-    fp32_bytes = FP32_WIRE_BYTES / 2 if ranks.shards_job else FP32_WIRE_BYTES
+    fp32_bytes = fp32_wire_bytes(shards_job=ranks.shards_job)
     wire_bytes = coded_bytes_per_element(nodes, of_parts=ranks.shards_job) if in_codes else fp32_bytes
     if given_gbit is not None:
         each = {"network_bytes_per_s": gbit_to_bytes_per_s(given_gbit), "latency_s": TABLE_LATENCY_S}

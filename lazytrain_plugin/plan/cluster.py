@@ -11,8 +11,11 @@ from lazytrain_plugin.errors import ConfigError
 if TYPE_CHECKING:
     from lazytrain_plugin.plan.problem import PlacementProblem
 
-FP32_WIRE_BYTES = 8
-"""Of an element that an all-reduce averages in fp32 between many nodes, contributions and results together."""
+
+def fp32_wire_bytes(*, shards_job: bool) -> int:
+    """Of an element that is averaged in fp32 between many nodes: contributions and results together, or contributions
+    alone where states are divided over the job."""
+    return 4 if shards_job else 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,8 @@ class Cluster:
 
     def wire_bytes(self, num_elements: int) -> float:
         """What leaves (and enters) a node to reduce so many elements, by all its ranks together."""
-        in_fp32 = FP32_WIRE_BYTES / 2 if self.shards_job else FP32_WIRE_BYTES
-        each = in_fp32 if self.in_fp32(num_elements) else self.wire_bytes_per_element
+        in_fp32 = self.in_fp32(num_elements)
+        each = fp32_wire_bytes(shards_job=self.shards_job) if in_fp32 else self.wire_bytes_per_element
         return (self.nodes - 1) / self.nodes * num_elements * each
 
     def reduce_s(self, num_elements: int) -> float:

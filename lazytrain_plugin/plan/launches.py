@@ -9,7 +9,7 @@ factor in `step()`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lazytrain_plugin.plan.result import PlacementPlan, UnitPlan
 from lazytrain_plugin.plan.unit_cost import UnitCost
@@ -69,13 +69,23 @@ def backward_launch_s(cost: UnitCost, activations: Activations, *, coded: bool) 
     return cost.backward_launch_s + forward_launch_s(cost, activations, coded=coded)
 
 
-def launches_of(cost: UnitCost, unit: UnitPlan) -> tuple[float, float, float]:
-    """Host seconds for a unit's forward, its backward, and its update (0 where the CPU updates)."""
+class Launches(NamedTuple):
+    """Host seconds for a unit."""
+
+    forward_s: float
+    backward_s: float
+    """With what runs again."""
+    update_s: float
+    """0 where the CPU updates."""
+
+
+def launches_of(cost: UnitCost, unit: UnitPlan) -> Launches:
+    """What launching a unit takes under a plan."""
     coded = min(unit.saved_bits, unit.boundary_bits) < 16
     update_s = 0.0
     if unit.updater == Updater.GPU and cost.num_trainable:
         update_s = cost.update_launch_s * (cost.state_chunks if unit.streams_states else 1)
-    return (
+    return Launches(
         forward_launch_s(cost, unit.activations, coded=coded),
         backward_launch_s(cost, unit.activations, coded=coded),
         update_s,
@@ -89,7 +99,7 @@ def launches_are_slower(problem: PlacementProblem, plan: PlacementPlan, measured
         measured_s: host time to launch the forward, of some units by name.
     """
     known = [
-        (measured_s[cost.name], launches_of(cost, unit)[0])
+        (measured_s[cost.name], launches_of(cost, unit).forward_s)
         for cost, unit in zip(problem.units, plan.units, strict=True)
         if cost.name in measured_s
     ]

@@ -104,7 +104,7 @@ class _Step:
             elif unit.updater == Updater.GPU:
                 # On the compute stream, at once: short, and no copy to wait for.
                 updated_s = self.clock.compute(
-                    f"update {cost.name}", cost.own_update_s, launches_of(cost, unit)[2], step_s
+                    f"update {cost.name}", cost.own_update_s, launches_of(cost, unit).update_s, step_s
                 )
                 if cost.gather_s:
                     # Every rank has updated its part.
@@ -167,7 +167,9 @@ class _Step:
             ready_s = max(ready_s, end_s)
             if leaves:
                 ready_s = max(ready_s, self.activations.slot_s())
-            end_s = self.clock.compute(f"forward {cost.name}", cost.forward_s, launches_of(cost, unit)[0], ready_s)
+            end_s = self.clock.compute(
+                f"forward {cost.name}", cost.forward_s, launches_of(cost, unit).forward_s, ready_s
+            )
             self._used_slot(cost, unit, end_s)
             if leaves:
                 self._leave(cost, unit, end_s)
@@ -202,7 +204,7 @@ class _Step:
                 self._used_slot(cost, unit, end_s)
                 continue
             compute_s = again_s(cost, unit) + cost.backward_s
-            end_s = self.clock.compute(f"backward {cost.name}", compute_s, launches_of(cost, unit)[1], ready_s)
+            end_s = self.clock.compute(f"backward {cost.name}", compute_s, launches_of(cost, unit).backward_s, ready_s)
             end_s = self.gradients.deliver(cost, unit, end_s)
             self._used_slot(cost, unit, end_s)
             self.activations.used(cost, unit, end_s)
@@ -255,7 +257,7 @@ class _Step:
         self.back_s[cost.name] = back_s
         self.weight_s[cost.name] = back_s if is_streamed(unit) else updated_s
         computing_s = max(computed_s, updated_s - cost.own_update_s)
-        launch_s = launches_of(cost, unit)[2]
+        launch_s = launches_of(cost, unit).update_s
         return self.clock.compute(f"update {cost.name}", cost.own_update_s, launch_s, computing_s)
 
     def _begin_divided(self, upto: UnitCost) -> None:

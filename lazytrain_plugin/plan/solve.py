@@ -63,7 +63,6 @@ SLOTS = ("weight_slots", "gradient_slots", "state_slots", "nvme_slots")
 FEWEST_SLOTS = 2
 WEIGHT_SLOT_CHOICES = (2, 3, 4, 6)
 GRADIENT_SLOT_CHOICES = (2, 3, 4)
-FEWEST_STATE_SLOTS = 2
 RING_GAIN_FRAC = 0.005
 """A number of slots other than the usual must make the step faster by this much."""
 
@@ -107,7 +106,7 @@ def solve_problem(
             problem,
             weight_slots=WEIGHT_SLOT_CHOICES[0],
             gradient_slots=GRADIENT_SLOT_CHOICES[0],
-            state_slots=min(problem.state_slots, FEWEST_STATE_SLOTS),
+            state_slots=min(problem.state_slots, FEWEST_SLOTS),
         )
         outcome, found = _search(tight, Deadline(time_limit_s), gap_frac)
     if found.best is None:

@@ -219,10 +219,10 @@ class ProbeRecorder:
             if storage._cdata not in self._classes:
                 self._alive.append(storage)
                 self._classes[storage._cdata] = class_of(self._modules[-1] if self._modules else "")
-        kind = operator_kind(func)
-        probe.num_operators += not _is_view(func)
+        kind, is_launched = operator_kind(func), not _is_view(func)
+        probe.num_operators += is_launched
         if kind == OperatorKind.OTHER:
-            if not _is_view(func):
+            if is_launched:
                 inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 moved = sum(_touched_bytes(tensor) for tensor in (*inputs, *outputs))
                 # A fused stand-in makes its output from nothing: it reads as much.

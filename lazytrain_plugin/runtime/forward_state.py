@@ -69,12 +69,14 @@ class AutocastState:
     """The autocast settings of a forward, entered again around its recompute."""
 
     def __init__(self, device_type: str) -> None:
-        self.settings = [_setting(kind) for kind in dict.fromkeys((device_type, "cpu"))]
+        self.settings = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in dict.fromkeys((device_type, "cpu"))
+        ]
         self.contexts: list[torch.autocast] = []
 
     def __enter__(self) -> None:
-        for setting in self.settings:
-            kind, enabled, dtype, cache = setting
+        for kind, enabled, dtype, cache in self.settings:
             if not enabled and not torch.is_autocast_enabled(kind):
                 continue  # as it is; a context takes the host as long as a small operator
             context = torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache)
@@ -84,7 +86,3 @@ class AutocastState:
     def __exit__(self, *exc_info) -> None:
         while self.contexts:
             self.contexts.pop().__exit__(*exc_info)
-
-
-def _setting(kind: str) -> tuple[str, bool, torch.dtype, bool]:
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

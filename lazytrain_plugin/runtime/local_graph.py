@@ -36,9 +36,8 @@ class LocalGraph:
         self.targets = [target for target in unit.gradient_targets() if target.parameter.requires_grad]
         wanted = [leaves[i] for i in self.differentiable_leaves] + [target.parameter for target in self.targets]
         self._wanted = edges_of_leaves(wanted) if lasts else wanted
-        self._roots: list = outputs
-        if lasts:
-            self._roots = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        root_of = get_gradient_edge if lasts else lambda output: output
+        self._roots = [root_of(output) if output.requires_grad else None for output in outputs]
 
     def take_outputs(self) -> list[torch.Tensor]:
         """Once: the graph holds them no longer."""
@@ -50,7 +49,7 @@ class LocalGraph:
         pairs = [
             (root, gradient)
             for root, gradient in zip(self._roots, output_gradients, strict=True)
-            if gradient is not None and root is not None and getattr(root, "requires_grad", True)
+            if gradient is not None and root is not None
         ]
         if not pairs or not self._wanted:
             return [None] * len(self._wanted)

@@ -192,6 +192,8 @@ class UnitCall:
         return addresses | {address_of(buffer) for buffer in self.unit.module.buffers()}
 
     def forward_dropping(self, inputs) -> list[torch.Tensor]:
+        # With grad, but saving nothing: without grad torch may pick other kernels (fused attention with a
+        # learned bias), and the recompute would not repeat the same bits.
         if self.saves_nothing:
             self.recording = NOTHING
             with torch.enable_grad(), saved_tensors_hooks(drop, refuse_dropped):
@@ -201,8 +203,6 @@ class UnitCall:
         store = self.executor.activations
         if self.saved_bits < 16:
             self.encoder = self.encoder or Encoder(store, largest_numel(inputs))
-        # With grad, but saving nothing: without grad torch may pick other kernels (fused attention with a
-        # learned bias), and the recompute would not repeat the same bits.
         with torch.enable_grad(), saved_tensors_hooks(recorder.drop, refuse_dropped):
             leaves = detached_leaves(inputs)
             args, kwargs = self.rebuild_inputs(leaves)

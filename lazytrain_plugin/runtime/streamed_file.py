@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lazytrain_plugin.errors import CheckpointError
-from lazytrain_plugin.runtime.zip_checksums import Crc32Pool, Record, records_of, write_crc32
+from lazytrain_plugin.runtime.zip_checksums import Crc32Pool, Record, record_name, records_of, write_crc32
 from lazytrain_plugin.units import MIB
 
 KeyPath = tuple[Any, ...]
@@ -107,8 +107,8 @@ class StreamedSave:
         real_records: dict[str, bytes] = {}
         with zipfile.ZipFile(archive) as records:
             for info in records.infolist():
-                record = _record_name(info.filename)
-                if not record.startswith("data/"):
+                record = record_name(info.filename)
+                if not record.startswith(_TENSORS):
                     continue
                 content = records.read(info)
                 if content.startswith(token):
@@ -291,8 +291,3 @@ def _holds_spec(node: Any) -> bool:
 
 def _marker(token: bytes, number: int) -> Tensor:
     return torch.frombuffer(bytearray(token + number.to_bytes(8, "little")), dtype=torch.uint8)
-
-
-def _record_name(filename: str) -> str:
-    """'archive/data/3' -> 'data/3'; the archive's root folder is its file name."""
-    return filename.partition("/")[2]

@@ -83,7 +83,7 @@ class UnitTail:
 
 
 class TailRun:
-    """A unit runs again. Context manager; every pack hook of the run calls `count_pack`."""
+    """A unit runs again. Context manager; the run's pack hook is what `packing` gives."""
 
     def __enter__(self) -> TailRun:
         return self

@@ -44,6 +44,11 @@ class Record:
     """Where else in the file it stands: in the central directory, and before the data or behind them."""
 
 
+def record_name(filename: str) -> str:
+    """'archive/data/3' -> 'data/3'; the archive's root folder is its file name."""
+    return filename.partition("/")[2]
+
+
 def records_of(path: str | Path) -> list[Record]:
     """The records of an archive whose entries are stored as they are."""
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
@@ -60,9 +65,14 @@ def records_of(path: str | Path) -> list[Record]:
                 beside = offset + info.file_size + _DESCRIPTOR_CRC_AT
             else:
                 beside = info.header_offset + _LOCAL_CRC_AT
-            name = info.filename.partition("/")[2]
             found.append(
-                Record(name, offset, info.file_size, info.CRC, (archive.start_dir + at + _CENTRAL_CRC_AT, beside))
+                Record(
+                    record_name(info.filename),
+                    offset,
+                    info.file_size,
+                    info.CRC,
+                    (archive.start_dir + at + _CENTRAL_CRC_AT, beside),
+                )
             )
             at += _CENTRAL_HEADER.size + name_length + extra_length + comment_length
     return found

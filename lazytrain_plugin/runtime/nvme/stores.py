@@ -123,15 +123,15 @@ class NvmeStores:
         """Makes room for one unit's states, of this rank's part of them, piece by piece. Raises StorageError if there
         is none."""
         pieces, what = self._state_flats(layout, plan), f"states of {plan.name}"
+        make = partial(NvmeStates, self.tier, self._staging, what=what)
         if self._ranks is None:
-            return tuple(NvmeStates(self.tier, self._staging, flats, what=what) for (flats,) in pieces)
+            return tuple(make(flats) for (flats,) in pieces)
         if self._ranks.shards_job:
-            make = lambda flats: NvmeStates(self.tier, self._staging, flats, what=what)  # noqa: E731
             return tuple(self._on_all_ranks(partial(make, flats), what) for (flats,) in pieces)
         if self._follower is None:
             self._follower = UpdateWorker("disk")
-        make = partial(NvmeStates.of_ranks, self.tier, self._staging)
-        return tuple(make(flats, self._ranks, self._follower, what=what) for flats in pieces)
+        of_ranks = partial(NvmeStates.of_ranks, self.tier, self._staging, what=what)
+        return tuple(of_ranks(flats, self._ranks, self._follower) for flats in pieces)
 
     def write_for_others(self) -> None:
         """Returns when other ranks can read every change of this one's states. Raises StorageError."""
