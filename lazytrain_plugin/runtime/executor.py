@@ -157,7 +157,7 @@ class Executor:
         placing.sum_up(self.all_units, plan, self._sink, self.ranks)
         self._nvme.begin(plan, self.all_units)
         make_home = partial(UnitHome, device=self.device, native=native, nvme=self._nvme, ranks=self.ranks)
-        placing.move_all(self.all_units, plan, make_home, self.streams.record)
+        placing.move_all(self.all_units, plan, make_home, self.streams.record, self.ranks)
         self._nvme.end(self.all_units)
         self._nvme.write_for_others()
         if before_first := self.plan is None:

@@ -14,11 +14,14 @@ from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.unit import Unit
 
 
-def move_all(units: list[Unit], plan: PlacementPlan, make_home: Callable[..., UnitHome], now) -> None:
+def move_all(
+    units: list[Unit], plan: PlacementPlan, make_home: Callable[..., UnitHome], now, ranks: RankGroup | None
+) -> None:
     """Moves the units whose homes differ from `plan`'s, one after the other. Arguments as of `move`.
 
     Args:
         make_home: (layout, unit plan) -> an empty home.
+        ranks: all of them call it; each may read what the others have moved.
     """
     for unit in units:
         unit_plan, before = plan.unit(unit.name), unit.home
@@ -26,6 +29,8 @@ def move_all(units: list[Unit], plan: PlacementPlan, make_home: Callable[..., Un
             before.plan = unit_plan
         else:
             move(unit, make_home(unit.layout, unit_plan), now)
+    if ranks is not None:
+        ranks.barrier("placing of weights and states")
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -82,8 +87,7 @@ def sum_up(units: list[Unit], plan: PlacementPlan, sink: GradientSink, ranks: Ra
 
 
 def begin_alike(units: list[Unit], ranks: RankGroup) -> None:
-    """After the first placement: whatever ranks don't have in common becomes what the first rank has."""
-    ranks.barrier("placing of weights")
+    """After the first placement by all: whatever ranks don't have in common becomes what the first rank has."""
     for unit in units:
         home = unit.home
         for tensor in unit.layout.tensors:

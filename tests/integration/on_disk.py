@@ -31,6 +31,7 @@ def leg(engine, train, folder, load, save, later=None):
         engine.load_checkpoint(folder, load)
         found["loaded"] = look()
     train(engine)
+    assert executor.plan is plan
     engine.save_checkpoint(folder, save)
     found["saved"] = look()
     if later is not None:

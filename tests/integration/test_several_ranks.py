@@ -23,7 +23,7 @@ from tests.integration import on_disk
 from tests.runtime.rig import VOCAB, Model
 from tests.runtime.test_several_ranks import WideBlock
 
-STEPS, ACCUMULATION, ROWS = 4, 2, 4
+STEPS, ACCUMULATION, ROWS, TOKENS = 4, 2, 4, 7
 pytestmark = pytest.mark.multiprocess
 
 
@@ -65,7 +65,7 @@ def make_engine(seed, world_size, *, bf16=False, num_layers=2, **block):
 
 def batches(steps):
     generator = torch.Generator().manual_seed(5)
-    made = [torch.randint(0, VOCAB, (ROWS, 7), generator=generator) for _ in range(STEPS * ACCUMULATION)]
+    made = [torch.randint(0, VOCAB, (ROWS, TOKENS), generator=generator) for _ in range(STEPS * ACCUMULATION)]
     return made[steps.start * ACCUMULATION : steps.stop * ACCUMULATION]
 
 
@@ -179,7 +179,8 @@ def disk_leg(rank, world_size, folder, disk, load, steps, later=None):
     """Every rank starts from weights of its own."""
     disk = Path(folder) / disk
     disk.mkdir(exist_ok=True)
-    engine = make_engine(10 * world_size + rank, world_size, bf16=True, nvme_path=str(disk))
+    tokens = ROWS // world_size * TOKENS  # planned at the start: a plan from the first batch would undo this one
+    engine = make_engine(10 * world_size + rank, world_size, bf16=True, nvme_path=str(disk), max_tokens=tokens)
     saved = f"to step {steps.stop}"
     found = on_disk.leg(engine, lambda engine: train(engine, rank, world_size, steps), folder, load, saved, later)
     torch.distributed.barrier()

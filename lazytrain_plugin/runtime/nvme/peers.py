@@ -6,7 +6,9 @@ tensor (a checkpoint, a move to the GPU) reads the others' parts from their file
 [Note: who may read when] Memory that the ranks share (`Journal`) holds the checksums of all parts and, of each part,
 how often it was changed and which change is on the disk. A rank counts a change before it makes one, so before it says
 that its update is done; whoever knows that an update is done and then waits for the two counts to be equal reads what
-that update made. Nobody changes a part meanwhile: the next update needs the gradients of the rank that reads.
+that update made. Nobody changes a part meanwhile: the next update needs the gradients of the rank that reads. What a
+move or a checkpoint puts there is read after a barrier, since a rank that has not begun to change a part looks as if it
+were done.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ def executor_for(model, plan, *, device="cpu", dtype=None, tier=None, delay_s=0.
 
 
 def full_state(executor: Executor) -> dict[str, torch.Tensor]:
-    """Every master and moment."""
+    """Every master and moment; what moves last is read first."""
     state, out = ExecutorState(executor), {}
-    for record in state.records:
+    for record in reversed(state.records):
         out[record.name] = state.read_master(record).clone()
         for key, value in state.read_state(record).items():
             out[f"{record.name}.{key}"] = torch.as_tensor(value).clone()

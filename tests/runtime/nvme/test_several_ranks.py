@@ -6,6 +6,7 @@ One set of processes runs every case: starting them takes longer than training.
 from __future__ import annotations
 
 import resource
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -13,12 +14,13 @@ import pytest
 import torch
 
 from lazytrain_plugin.comm.topology import Topology
+from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.nvme.tier import NvmeTier
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.vocab import Tier, Updater
 from tests.comm.ranks import run_ranks, succeed
-from tests.runtime.nvme.rig import big_model, full_state, in_three, on_nvme
+from tests.runtime.nvme.rig import assert_same, big_model, full_state, in_three, on_nvme
 from tests.runtime.rig import make_executor, plan_for
 from tests.runtime.test_several_ranks import DEVICES, MODELS, global_batches
 
@@ -31,6 +33,10 @@ pytestmark = pytest.mark.multiprocess
 
 def gpu(plan):
     return plan.with_units(weights=Tier.GPU, states=Tier.GPU, updater=Updater.GPU)
+
+
+def in_memory(plan):
+    return plan.with_units(weights=Tier.CPU, states=Tier.CPU)
 
 
 def in_8_bits(plan):
@@ -49,6 +55,7 @@ CASES = {
             "weights": {"disk": WEIGHTS},
             "all": {"disk": ALL},
             "weights and states, to the GPU and back": {"disk": WEIGHTS | STATES, "moves": (gpu, same)},
+            "states, to memory and back": {"disk": STATES, "moves": (in_memory, same)},
         },
     ),
     "twice, fp32": (
@@ -92,7 +99,12 @@ def run_case(
     for step in range(STEPS):
         if step in range(1, len(moves) + 1):
             move = moves[step - 1]
-            executor.place(move(plan) if move is gpu else place(move(plan)))
+            executor.flush()
+            executor.share_changes()
+            before = full_state(executor)
+            executor.place(move(plan) if move in (gpu, in_memory) else place(move(plan)))
+            if move is not in_8_bits:
+                assert_same(full_state(executor), before)  # also what other ranks have moved
         for micro in range(accumulation):
             executor.begin_forward()
             executor.set_last_micro_batch(micro == accumulation - 1)
@@ -131,6 +143,13 @@ def every_case(rank, device, folder, names, shard="node"):
     a node, and weights rest in memory."""
     topology = Topology.consecutive(torch.distributed.get_world_size(), 1) if shard == "job" else None
     ranks = RankGroup(device, topology=topology, shard=shard)
+    copy_from = UnitHome.copy_from
+
+    def late_copy(self, other):
+        time.sleep(0.03 * rank)
+        copy_from(self, other)
+
+    UnitHome.copy_from = late_copy  # who reads what was moved must wait for all
     found = {}
     for name in names:
         common, runs = CASES[name]
