@@ -102,18 +102,36 @@ def _parse(raw: Any, config_type: type) -> Any:
 
 def _unknown_key(key: Any, config_type: type) -> str:
     message = f'Unknown key "{key}" in "{config_type.PATH}"'
-    paths = _all_paths(LazyTrainConfig)
     here = [item.name for item in fields(config_type)]
     lowered = str(key).lower()
-    if elsewhere := [path for path in paths if path.rpartition(".")[2] == lowered and lowered not in here]:
-        return f'{message}; it belongs at "{elsewhere[0]}".'
+    by_name: dict[str, list[str]] = {}
+    for path in _all_paths(LazyTrainConfig):
+        by_name.setdefault(path.rpartition(".")[2], []).append(path)
+    elsewhere = [] if lowered in here else by_name.get(lowered, [])
+    # "bits" in "optimizer" is its state_bits, rather than the bits of another section.
+    if akin := difflib.get_close_matches(lowered, [name for name in here if _are_akin(lowered, name)], n=1, cutoff=0.0):
+        return f"{message}; did you mean {_one_of([akin[0], *elsewhere])}{_unit_note(akin[0])}?"
+    if elsewhere:
+        return f"{message}; it belongs at {_one_of(elsewhere)}."
     if near := difflib.get_close_matches(lowered, here, n=1, cutoff=0.5):
-        note = " (budgets are in GiB, 2**30 bytes: 24 GB are 22.35)" if near[0].endswith("_gib") else ""
-        return f'{message}; did you mean "{near[0]}"{note}?'
-    by_name = {path.rpartition(".")[2]: path for path in paths}
+        return f"{message}; did you mean {_one_of(near)}{_unit_note(near[0])}?"
     if near := difflib.get_close_matches(lowered, by_name, n=1, cutoff=0.6):
-        return f'{message}; did you mean "{by_name[near[0]]}"?'
+        return f"{message}; did you mean {_one_of(by_name[near[0]])}?"
     return f"{message}; the keys are {', '.join(here)}."
+
+
+def _are_akin(key: str, name: str) -> bool:
+    """Whether all words of one are words of the other: bits and state_bits."""
+    words, others = set(key.split("_")), set(name.split("_"))
+    return words != others and (words <= others or others <= words)
+
+
+def _one_of(keys: list[str]) -> str:
+    return " or ".join(f'"{key}"' for key in keys)
+
+
+def _unit_note(name: str) -> str:
+    return " (budgets are in GiB, 2**30 bytes: 24 GB are 22.35)" if name.endswith("_gib") else ""
 
 
 def _all_paths(config_type: type) -> list[str]:

@@ -1,4 +1,5 @@
 import re
+from dataclasses import fields
 
 import pytest
 
@@ -65,12 +66,29 @@ def test_null_means_the_default_where_a_key_allows_it():
         ({"state_bits": 8}, 'it belongs at "lazytrain.optimizer.state_bits"'),
         ({"optimizer": {"max_tokens": 8}}, 'it belongs at "lazytrain.max_tokens"'),
         ({"implementaton": "torch"}, 'did you mean "lazytrain.optimizer.implementation"'),
+        ({"optimizer": {"bits": 8}}, 'did you mean "state_bits" or "lazytrain.gradients.bits" or'),
+        ({"trace": {"nvme_path": "/x"}}, 'did you mean "path" or "lazytrain.nvme_path"'),
+        ({"path": "/x"}, 'did you mean "nvme_path" or "lazytrain.plan.path" or "lazytrain.trace.path"'),
+        ({"bits": 8}, 'belongs at "lazytrain.gradients.bits" or "lazytrain.activations.bits" or'),
         ({"xyzzy": 1}, "the keys are enabled, fidelity"),
         ({7: 1}, 'Unknown key "7"'),
     ],
 )
 def test_unknown_key_names_the_nearest(block, says):
     assert says in refusal(block)
+
+
+SECTIONS = {item.name: item.metadata["section"] for item in fields(LazyTrainConfig) if "section" in item.metadata}
+
+
+@pytest.mark.parametrize(("section", "key"), [(s, item.name) for s, kind in SECTIONS.items() for item in fields(kind)])
+def test_one_word_of_a_key_is_taken_for_it_in_its_own_section_first(section, key):
+    names = {item.name for item in fields(SECTIONS[section])}
+    for word in {key.split("_")[0], key.split("_")[-1]} - names:
+        asked = refusal({section: {word: 1}})
+        assert (
+            re.search(rf'did you mean "[a-z_]*{word}[a-z_]*"', asked) and f'"{section}.' not in asked.split("mean")[1]
+        )
 
 
 @pytest.mark.parametrize(
