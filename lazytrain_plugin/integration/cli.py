@@ -25,16 +25,20 @@ def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="a DeepSpeed JSON, or an Accelerate launch YAML that points to one")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="what the config's plan file should be for")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="compare the config's budgets and plan file with this model: config.json, folder or hub id"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
     """Check versions, hook, kernels, limits and a config; exit with 1 if a job would fail or run without LazyTrain."""
-    from lazytrain_plugin.integration import doctor as checks
+    from lazytrain_plugin.integration.doctor import examine
+    from lazytrain_plugin.integration.findings import Status, print_table, to_json
 
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed's warnings would spoil JSON
-        findings = checks.examine(config, model)
-    print(checks.to_json(findings)) if as_json else checks.print_table(findings)
-    if any(finding.status is checks.Status.ERROR for finding in findings):
+        findings = examine(config, model)
+    print(to_json(findings)) if as_json else print_table(findings)
+    if any(finding.status is Status.ERROR for finding in findings):
         raise typer.Exit(1)
 
 

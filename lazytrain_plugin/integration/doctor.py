@@ -7,54 +7,29 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from lazytrain_plugin import _bootstrap
-from lazytrain_plugin.config.parse import lazytrain_block
-from lazytrain_plugin.config.schema import BLOCK, LazyTrainConfig
-from lazytrain_plugin.errors import LazyTrainError
-from lazytrain_plugin.units import GIB, format_bytes
+from lazytrain_plugin.config.schema import BLOCK
+from lazytrain_plugin.integration.doctor_config import check_config
+from lazytrain_plugin.integration.findings import Finding, Status
+from lazytrain_plugin.units import format_bytes
 
 DISTRIBUTION = "lazytrain-plugin"
 ENTRY_POINT_GROUP = "torch.backends"
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
-class Status(StrEnum):
-    """How a finding bears on a job."""
-
-    OK = "ok"
-    NOTE = "note"
-    """Nothing to do; worth knowing."""
-    WARNING = "warning"
-    """The job runs, slower or untested."""
-    ERROR = "error"
-    """The job fails, or runs without LazyTrain."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    check: str
-    status: Status
-    detail: str
-    remedy: str = ""
-
-
 def examine(config_path: Path | None = None, model: str | None = None) -> list[Finding]:
     """All findings about this environment and, if given, a DeepSpeed JSON or an Accelerate launch YAML.
 
     Args:
-        model: a config.json, a model folder or a hub id, which the config's plan file is compared with.
+        model: a config.json, a model folder or a hub id, which the config's budgets and plan file are compared with.
     """
     findings = [*check_versions(), *check_hook()]
     hook_works = all(finding.status is not Status.ERROR for finding in findings if finding.check == "hook")
@@ -247,113 +222,6 @@ def check_build_locks() -> Iterator[Finding]:
         )
 
 
-def check_config(path: Path, *, hook_works: bool = True, model: str | None = None) -> Iterator[Finding]:
-    """The block of a DeepSpeed JSON, or of the one that an Accelerate launch YAML points to, and the plan it names."""
-    from lazytrain_plugin.integration.hook import load_config
-
-    try:
-        ds_config = _read_config(path)
-        block = lazytrain_block(ds_config)
-        if block is None and BLOCK in ds_config:
-            yield Finding("config", Status.NOTE, f'{path}: "enabled" is false, plain DeepSpeed will run')
-            return
-        config = load_config(ds_config)
-    except OSError as error:
-        named = str(error.filename or path)
-        what = f"{path}: {'' if named == str(path) else f'{named}: '}{error.strerror}"
-        remedy = "give a DeepSpeed JSON or a launch YAML; paths in a YAML start at the folder that the job starts in"
-        yield Finding("config", Status.ERROR, what, remedy)
-        return
-    except (LazyTrainError, ValueError) as error:
-        yield Finding("config", Status.ERROR, f"{path}: {error}")
-        return
-    if not hook_works:
-        yield Finding("config", Status.ERROR, f"{path}: the block is right, but the hook is not active", "see hook")
-        return
-    yield Finding("config", Status.OK, f"{path}: {config.fidelity}, {config.state_bits}-bit optimizer states")
-    if config.state_bits == 32 and config.optimizer.embedding_state_bits == 8:
-        what = f'"{config.optimizer.PATH}.embedding_state_bits" is 8, which 32-bit states exclude'
-        remedy = (
-            'fine with an 8-bit optimizer class; else set "state_bits" to 8, "fidelity" to "balanced", or leave it out'
-        )
-        yield Finding("config", Status.NOTE, f"{path}: {what}", remedy)
-    yield from _budgets(config)
-    if config.plan.path is not None:
-        yield from _plan(config, model)
-
-
-def _plan(config: LazyTrainConfig, model: str | None) -> Iterator[Finding]:
-    """Whether a job under `config` could follow its plan file."""
-    from lazytrain_plugin.integration.meta_model import profile_from_config
-    from lazytrain_plugin.plan.check import load_plan_file
-    from lazytrain_plugin.plan.result import PlacementPlan, uses_nvme
-
-    path = config.plan.path
-    try:
-        plan = PlacementPlan.load(path)
-        units = (*plan.units, *plan.stem)
-        if model is not None:
-            profile = profile_from_config(model)
-            units = (*profile.units, *profile.stem)
-        load_plan_file(
-            path,
-            {unit.name for unit in units},
-            state_bits=config.state_bits,
-            gradient_bits=config.resting_gradient_bits,
-            activation_bits=config.activation_bits,
-            shard=config.shard,
-        )
-    except (LazyTrainError, OSError) as error:
-        yield Finding("plan", Status.ERROR, str(error))
-        return
-    if uses_nvme(plan) and not config.nvme_paths:
-        what = f'{path} puts a part on NVMe, and the block has no "nvme_path"'
-        yield Finding("plan", Status.ERROR, what, 'name a folder in "nvme_path", or plan again without --nvme-gib')
-        return
-    what = f"{path}: {len(plan.units)} layers, {plan.units[0].name if plan.units else 'none'} the first"
-    if model is None:
-        yield Finding("plan", Status.NOTE, f"{what}; not compared with a model", "add --model MODEL")
-    else:
-        yield Finding("plan", Status.OK, f"{what}; of {model}")
-
-
-def _budgets(config: LazyTrainConfig) -> Iterator[Finding]:
-    from lazytrain_plugin.profile.capacity import host_capacity
-
-    have_bytes: dict[str, int] = {"cpu_memory_gib": host_capacity().total_bytes}
-    if _has_gpu():
-        import torch
-
-        have_bytes["gpu_memory_gib"] = torch.cuda.mem_get_info()[1]
-    for key, available in have_bytes.items():
-        budget_gib = getattr(config, key)
-        if budget_gib is not None and budget_gib * GIB > available:
-            yield Finding(
-                "config",
-                Status.ERROR,
-                f'"{BLOCK}.{key}" is {budget_gib:g}, but there are {available / GIB:.1f} GiB',
-                "lower it, or write null",
-            )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Reads a DeepSpeed JSON; a YAML is followed to the JSON it names, from the folder a job would start in."""
-    if path.suffix in (".yaml", ".yml"):
-        import yaml
-
-        section = (yaml.safe_load(path.read_text()) or {}).get("deepspeed_config") or {}
-        target = section.get("deepspeed_config_file")
-        if target is None:
-            raise ValueError(
-                'there is no "deepspeed_config: deepspeed_config_file:" in it; name the DeepSpeed JSON there'
-            )
-        return _read_config(Path(target))
-    ds_config = json.loads(path.read_text())
-    if not isinstance(ds_config, dict):
-        raise ValueError("it does not hold a JSON object")
-    return ds_config
-
-
 def _has_extra(requirement: Any, extra: str) -> bool:
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
@@ -363,28 +231,3 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def to_json(findings: list[Finding]) -> str:
-    """The findings as a JSON list of objects."""
-    return json.dumps([asdict(finding) for finding in findings], indent=1)
-
-
-def print_table(findings: list[Finding]) -> None:
-    """The findings as a table, worst last so that it stays on the screen."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from lazytrain_plugin.integration.console import make_console
-
-    style = {Status.OK: "green", Status.NOTE: "cyan", Status.WARNING: "yellow", Status.ERROR: "bold red"}
-    table = Table(title="LazyTrain", title_justify="left", box=None, pad_edge=False)
-    for column in ("", "check", "found", "what to do"):
-        table.add_column(column, overflow="fold")
-    order = list(Status)
-    for finding in sorted(findings, key=lambda finding: order.index(finding.status)):
-        table.add_row(
-            f"[{style[finding.status]}]{finding.status}[/]",
-            *map(escape, (finding.check, finding.detail, finding.remedy)),
-        )
-    make_console().print(table)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lazytrain_plugin.errors import InfeasiblePlanError
 from lazytrain_plugin.integration.logs import setup_logging
 from lazytrain_plugin.integration.training_request import training_request
 from lazytrain_plugin.plan.problem import build_problem
-from lazytrain_plugin.plan.refusal import feasible, infeasible, rebuilder
+from lazytrain_plugin.plan.refusal import Rebuilder, feasible, infeasible
 from lazytrain_plugin.profile.capacity import host_capacity
 from lazytrain_plugin.profile.extract import extract_model_profile
 from lazytrain_plugin.profile.hardware import HardwareProfile
@@ -103,8 +103,31 @@ def _stored_dtypes(checkpoint_files: Sequence[str] | None) -> set[torch.dtype]:
 
 
 def _check(model: nn.Module, config: LazyTrainConfig, ds_config: dict[str, Any]) -> None:
-    profile, machine = _profile(model, ds_config), _capacities(config)
-    accumulation = ds_config.get("gradient_accumulation_steps")
+    profile = _profile(model, ds_config)
+    short = shortage(profile, config, ds_config)
+    if short is None:
+        return
+    if short.even_frozen:
+        raise InfeasiblePlanError(f"{short.refusal} Not even frozen weights alone would fit, so none were loaded.")
+    logger.warning(
+        "trained as a whole, %s does not fit: %s Unless most of it is frozen (adapters), training will be refused",
+        profile.name,
+        short.refusal,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A model does not fit the budgets, trained as a whole by one process."""
+
+    refusal: InfeasiblePlanError
+    even_frozen: bool
+    """Not even its weights alone fit."""
+
+
+def shortage(profile: ModelProfile, config: LazyTrainConfig, ds_config: dict[str, Any]) -> Shortage | None:
+    """What this machine lacks for the smallest batch of a job; None: it fits."""
+    machine, accumulation = _capacities(config), ds_config.get("gradient_accumulation_steps")
     request = training_request(
         config,
         _tokens(config, ds_config),
@@ -114,17 +137,12 @@ def _check(model: nn.Module, config: LazyTrainConfig, ds_config: dict[str, Any])
     )
     whole = build_problem(profile, machine, request)
     if feasible(whole):
-        return
-    refusal = infeasible(whole, rebuilder(profile, machine, request))
+        return None
     tightest = replace(request, weight_slots=2, gradient_slots=1)
-    if feasible(build_problem(_frozen(profile), machine, tightest)):
-        logger.warning(
-            "trained as a whole, %s does not fit: %s Unless most of it is frozen (adapters), training will be refused",
-            profile.name,
-            refusal,
-        )
-        return
-    raise InfeasiblePlanError(f"{refusal} Not even frozen weights alone would fit, so none were loaded.")
+    return Shortage(
+        infeasible(whole, Rebuilder(profile, machine, request)),
+        even_frozen=not feasible(build_problem(_frozen(profile), machine, tightest)),
+    )
 
 
 def _profile(model: nn.Module, ds_config: dict[str, Any]) -> ModelProfile:

@@ -45,14 +45,14 @@ def greedy_plan(model: ModelProfile, hardware: HardwareProfile, request: PlanReq
     """
     # Which look for what would fit, with this module.
     from lazytrain_plugin.plan.last_resort import dropping_plan
-    from lazytrain_plugin.plan.refusal import infeasible, rebuilder
+    from lazytrain_plugin.plan.refusal import Rebuilder, infeasible
 
     problem = build_problem(model, hardware, request)
     best = plan_greedily(problem)
     if best is None and (dropping := dropping_plan(problem)) is not None:
         best = explained(problem, dropping, simulate(problem, dropping).step_s)
     if best is None:
-        raise infeasible(problem, rebuilder(model, hardware, request))
+        raise infeasible(problem, Rebuilder(model, hardware, request))
     return best
 
 

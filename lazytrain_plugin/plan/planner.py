@@ -7,7 +7,7 @@ import logging
 
 from lazytrain_plugin.plan.greedy import explained, plan_greedily
 from lazytrain_plugin.plan.problem import build_problem
-from lazytrain_plugin.plan.refusal import infeasible, rebuilder
+from lazytrain_plugin.plan.refusal import Rebuilder, infeasible
 from lazytrain_plugin.plan.request import PlanRequest
 from lazytrain_plugin.plan.result import PlacementPlan
 from lazytrain_plugin.plan.search import search_patterns
@@ -44,7 +44,7 @@ def plan_without_solver(model: ModelProfile, hardware: HardwareProfile, request:
     problem = build_problem(model, hardware, request)
     greedy = plan_greedily(problem)
     if greedy is None:
-        raise infeasible(problem, rebuilder(model, hardware, request))
+        raise infeasible(problem, Rebuilder(model, hardware, request))
     found = search_patterns(problem, greedy, tries_frac=TRIES_FRAC) if problem.units else None
     step_s = greedy.predicted_step_s
     plan, step_s = simplest(problem, [greedy, found] if found else [greedy], never_above_s=step_s)

@@ -16,7 +16,7 @@ from lazytrain_plugin.plan.last_resort import dropping_plan, without_dropping
 from lazytrain_plugin.plan.policies import POLICIES
 from lazytrain_plugin.plan.problem import PlacementProblem, build_problem
 from lazytrain_plugin.plan.program import Outcome, build_program, configure, run_program
-from lazytrain_plugin.plan.refusal import infeasible, rebuilder
+from lazytrain_plugin.plan.refusal import Rebuilder, infeasible
 from lazytrain_plugin.plan.relaxation import RelaxationError, relax, rounded
 from lazytrain_plugin.plan.replay import Judge
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
@@ -86,11 +86,15 @@ def solve_plan(
         InfeasiblePlanError: nothing fits; need and have per tier and the nearest remedies are in the message.
     """
     problem = build_problem(model, hardware, request)
-    return solve_problem(problem, rebuilder(model, hardware, request), time_limit_s=time_limit_s, gap_frac=gap_frac)
+    return solve_problem(problem, Rebuilder(model, hardware, request), time_limit_s=time_limit_s, gap_frac=gap_frac)
 
 
 def solve_problem(
-    problem: PlacementProblem, rebuild=None, *, time_limit_s: float = TIME_LIMIT_S, gap_frac: float = GAP_FRAC
+    problem: PlacementProblem,
+    rebuild: Rebuilder | None = None,
+    *,
+    time_limit_s: float = TIME_LIMIT_S,
+    gap_frac: float = GAP_FRAC,
 ) -> PlacementPlan:
     """As `solve_plan`, from a problem."""
     if not problem.units:

@@ -11,7 +11,7 @@ from torch.utils.file_baton import FileBaton
 
 from lazytrain_plugin.integration import build_locks, doctor, hook
 from lazytrain_plugin.integration.build_locks import find_locks, wait_for_builder
-from lazytrain_plugin.integration.doctor import Status
+from lazytrain_plugin.integration.findings import Status
 
 BATON = """
 import os, sys, time

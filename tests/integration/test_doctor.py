@@ -9,12 +9,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lazytrain_plugin import _bootstrap
 from lazytrain_plugin.config import folders
 from lazytrain_plugin.integration import cli, doctor
-from lazytrain_plugin.integration.doctor import Status
+from lazytrain_plugin.integration.findings import Status
 from lazytrain_plugin.integration.meta_model import profile_from_config
 from lazytrain_plugin.kernels import native
 from lazytrain_plugin.plan.greedy import greedy_plan
@@ -193,6 +194,11 @@ class TestConfig:
             ("deepspeed_config: {zero_stage: 3}", "launch.yaml", "deepspeed_config_file"),
             ("deepspeed_config: {deepspeed_config_file: gone.json}", "launch.yml", "start at the folder that the job"),
             ({**DS_CONFIG, "lazytrain": {"cpu_memory_gib": 1e9}}, "ds.json", "lower it"),
+            (
+                {**DS_CONFIG, "lazytrain": {"cpu_memory_gib": 0.5}},
+                "ds.json",
+                "of which each process takes",
+            ),
         ],
     )
     def test_a_wrong_one(self, write, content, name, says):
@@ -242,11 +248,29 @@ class TestConfig:
         raw.update(units=names(model.units)[:2], stem=names(model.stem))
         write(raw, "plan.json")
         path = write({**DS_CONFIG, "lazytrain": {"plan": {"path": "plan.json"}}})
-        _, last = doctor.check_config(path, model=str(tmp_path))
+        _, fits, last = doctor.check_config(path, model=str(tmp_path))
+        assert fits.status == Status.OK and "fits, in a small batch" in fits.detail
         if layers == 2:
             assert last.status == Status.OK
         else:
             assert last.status == Status.ERROR and "lacks model.layers.2" in last.detail
+
+    def test_a_model_that_the_budgets_do_not_hold(self, write, tmp_path):
+        """Judged with the value that the message names."""
+        config = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 2}
+        write({**config, "num_hidden_layers": 24, "vocab_size": 32000}, "config.json")
+
+        def judged(gib, **budgets):
+            path = write({**DS_CONFIG, "bf16": {"enabled": True}, "lazytrain": {"cpu_memory_gib": gib, **budgets}})
+            *_, last = doctor.check_config(path, model=str(tmp_path))
+            return last
+
+        least = 3 if torch.cuda.is_available() else 1.1
+        last = judged(least)
+        assert last.status in (Status.WARNING, Status.ERROR) and "whatever the micro-batch" in last.detail
+        enough = float(re.search(r'"cpu_memory_gib": ([\d.]+)', last.detail)[1])
+        assert judged(enough).status == Status.OK
+        assert judged(enough - 0.02).status == Status.WARNING
 
     def test_a_disabled_block_is_a_note(self, write):
         path = write({"lazytrain": {"enabled": False}})

@@ -13,7 +13,7 @@ from lazytrain_plugin.plan.planner import make_plan
 from lazytrain_plugin.plan.problem import build_problem
 from lazytrain_plugin.plan.refusal import feasible, infeasible
 from lazytrain_plugin.plan.request import Capabilities, PlanRequest
-from lazytrain_plugin.units import MIB
+from lazytrain_plugin.units import GIB, MIB
 from tests.plan import builders
 from tests.plan.shapes import profile
 
@@ -40,6 +40,26 @@ def test_the_micro_batch_of_the_remedy_is_the_largest_half_that_fits():
     tokens = int(re.search(r"micro-batch of (\d+) tokens", text)[1])
     assert feasible(build_problem(model, machine, PlanRequest(max_tokens=tokens)))
     assert not feasible(build_problem(model, machine, PlanRequest(max_tokens=2 * tokens)))
+
+
+@pytest.mark.parametrize(("gpu_gib", "cpu_gib", "small"), [(24, 0.5, "host memory"), (0.4, 64, "GPU memory")])
+def test_a_budget_that_no_batch_fits_is_named_with_one_that_works(gpu_gib, cpu_gib, small):
+    model, machine = builders.model(4), builders.hardware(gpu_gib=40, cpu_gib=100)
+    request = PlanRequest(max_tokens=2, gpu_budget_bytes=int(gpu_gib * GIB), cpu_budget_bytes=int(cpu_gib * GIB))
+    text = refusal(model, machine, request)
+    assert f"whatever the micro-batch: too little {small}." in text and "micro-batch of" not in text
+    assert re.search(rf"{small}: need [\d.]+ GiB, have [\d.]+ MiB \(short [\d.]+ GiB; reserve [\d.]+ GiB, ", text)
+    tier = "gpu" if small[0] == "G" else "cpu"
+    value = float(re.search(rf'more {small} \("{tier}_memory_gib": ([\d.]+)\)', text)[1])
+    budget = {f"{tier}_budget_bytes": int(value * GIB)}
+    assert feasible(build_problem(model, machine, replace(request, **budget)))
+    less = {f"{tier}_budget_bytes": int((value - 0.01) * GIB)}
+    assert not feasible(build_problem(model, machine, replace(request, **less)))
+
+
+def test_no_key_is_named_where_the_machine_is_what_is_small():
+    text = refusal(builders.model(4), builders.hardware(cpu_gib=0.5), PlanRequest(max_tokens=2))
+    assert "more host memory" in text and "cpu_memory_gib" not in text
 
 
 def test_a_disk_is_a_remedy_where_it_makes_the_rest_fit():
