@@ -1,7 +1,7 @@
-"""Locks that killed builds of torch extensions left behind: whoever builds next waits on them for ever, and silently.
+"""Builds of torch extensions, which say nothing: whether one is to come, and locks that killed ones left behind.
 
 torch makes the file `lock` in an extension's folder, holds it open while it compiles, and removes it; every other
-process waits until it is gone.
+process waits until it is gone, on the lock of a killed build for ever.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ def build_root() -> Path:
     from torch.utils import cpp_extension
 
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+
+
+def is_built(extension: str = SHARED_MEMORY_OP) -> bool:
+    """Whether torch finds a library that it built with the torch of this environment, and has little to do."""
+    import torch
+
+    installed_s = Path(torch.__file__).stat().st_mtime
+    root = build_root()
+    libraries = [*root.glob(f"{extension}/{extension}.so"), *root.glob(f"*/{extension}/{extension}.so")]
+    return any(library.stat().st_mtime >= installed_s for library in libraries)
 
 
 def find_locks(extension: str = "*") -> list[Path]:

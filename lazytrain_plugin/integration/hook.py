@@ -29,7 +29,7 @@ from lazytrain_plugin.config.parse import lazytrain_block, parse_block
 from lazytrain_plugin.config.schema import BLOCK, GradientCommConfig, LazyTrainConfig
 from lazytrain_plugin.errors import ConfigError
 from lazytrain_plugin.integration import hf_loading, hf_trainer, tensor_access
-from lazytrain_plugin.integration.build_locks import wait_for_builder
+from lazytrain_plugin.integration.build_locks import build_root, is_built, wait_for_builder
 from lazytrain_plugin.integration.logs import setup_logging
 from lazytrain_plugin.integration.single_process import provide_rendezvous
 from lazytrain_plugin.profile.capacity import SHM_REMEDY, small_shared_memory
@@ -227,6 +227,12 @@ def _patch_zero_init(deepspeed: ModuleType) -> None:
     init_class.__new__ = staticmethod(__new__)
 
 
+def _computes_on_cpu() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().device_name() == "cpu"
+
+
 def _patch_shared_memory_op() -> None:
     """Spares a single process without a GPU the compilation of DeepSpeed's all-reduce among ranks of one host.
 
@@ -251,6 +257,13 @@ def _patch_shared_memory_op() -> None:
                 lock,
             )
             return None
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not is_built() and _computes_on_cpu():
+            setup_logging()
+            logger.info(
+                "DeepSpeed now compiles its shared-memory all-reduce for ranks on the CPU, in silence: one to a few "
+                "minutes, once; it is kept under %s",
+                build_root(),
+            )
         return original()
 
     build_shm_op._lazytrain_original = original

@@ -95,3 +95,27 @@ def test_ranks_go_on_without_the_op_and_name_the_file(folder, monkeypatch, age_s
     comm.build_shm_op()
     assert len(builds) == built
     assert len(lines) == 1 - built and all(str(folder / "lock") in line and "delete the file" in line for line in lines)
+
+
+@pytest.mark.parametrize(("rank", "says"), [("0", 1), ("1", 0)])
+def test_the_first_build_is_said_before_it_begins_and_once(folder, monkeypatch, rank, says):
+    import deepspeed
+
+    comm = sys.modules["deepspeed.comm.torch"]
+    events = []
+    monkeypatch.setattr(comm, "build_shm_op", lambda: events.append("build"))
+    monkeypatch.setattr(hook.logger, "info", lambda message, *args: events.append(message % args))
+    monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "device_name", lambda index=None: "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    hook._patch_shared_memory_op()
+    comm.build_shm_op()
+    assert len(events) == says + 1 and events[-1] == "build"
+    assert not says or ("minutes, once" in events[0] and str(build_locks.build_root()) in events[0])
+    library = folder / f"{build_locks.SHARED_MEMORY_OP}.so"
+    library.touch()
+    comm.build_shm_op()
+    assert events[says + 1 :] == ["build"]
+    age(library, 1e9)  # by another torch
+    comm.build_shm_op()
+    assert len(events[says + 2 :]) == says + 1
