@@ -36,6 +36,20 @@ class LaneTicket:
             self._lane.wait(self._ticket)
 
 
+class Fence:
+    """The end of what a lane had been given when this was made."""
+
+    def __init__(self, lane: CommLane, ticket: Ticket | None, event) -> None:
+        self._lane, self._ticket, self._event = lane, ticket, event
+
+    def stops(self, stream) -> None:
+        """What is launched on `stream` from now on comes after it; on the CPU, whatever this thread does."""
+        if self._ticket is not None:
+            self._lane.wait(self._ticket)
+        else:
+            self._lane.streams.wait(stream, self._event)
+
+
 class CommLane:
     """Does work in the order in which it is submitted, so that all ranks launch the same collectives in one order.
 
@@ -46,7 +60,7 @@ class CommLane:
     """
 
     def __init__(self, streams: Streams, meanwhile: Callable[[], None]) -> None:
-        self._streams = streams
+        self.streams = streams
         self._meanwhile = meanwhile
         self._worker = None if streams.is_cuda else UpdateWorker("comm")
         self.slots = 1
@@ -59,7 +73,7 @@ class CommLane:
         Raises:
             CommunicationError: this work or earlier one failed.
         """
-        streams, span = self._streams, f"exchange {name}"
+        streams, span = self.streams, f"exchange {name}"
         if self._worker is None:
             streams.wait(streams.comm, streams.record())
             with streams.on(streams.comm), torch.no_grad(), streams.span(span, Resource.EXCHANGE, stream=streams.comm):
@@ -73,7 +87,7 @@ class CommLane:
     def begin(self, work: Callable[[], None], label: str) -> LaneTicket:
         """Launches work that nothing here waits for, after all that was submitted before and after the compute stream's
         work so far."""
-        streams = self._streams
+        streams = self.streams
         if self._worker is not None:
             return LaneTicket(self, self._worker.submit(torch.no_grad()(work), label), None)
         streams.wait(streams.comm, streams.record())
@@ -81,9 +95,14 @@ class CommLane:
             work()
         return LaneTicket(self, None, streams.record(streams.comm))
 
+    def fence(self) -> Fence:
+        if self._worker is not None:
+            return Fence(self, self._worker.submit(_nothing, "fence"), None)
+        return Fence(self, None, self.streams.record(self.streams.comm))
+
     def _spanned(self, work: Callable[[], None], span: str) -> Callable[[], None]:
         def measured() -> None:
-            with self._streams.span(span, Resource.EXCHANGE):
+            with self.streams.span(span, Resource.EXCHANGE):
                 work()
 
         return measured
@@ -101,9 +120,9 @@ class CommLane:
         while len(self._under_way) > count:
             done, _ = self._under_way.popleft()
             if self._worker is None:
-                self._streams.compute_waits(done, "gradients")
+                self.streams.compute_waits(done, "gradients")
                 continue
-            with self._streams.host_waits("gradients"):
+            with self.streams.host_waits("gradients"):
                 self.wait(done)
 
     def wait(self, ticket: Ticket) -> None:
@@ -120,3 +139,7 @@ class CommLane:
         self._under_way.clear()
         if self._worker is not None:
             self._worker.close(wait=False)
+
+
+def _nothing() -> None:
+    """For a ticket that tells when the work before it is done."""

@@ -20,7 +20,7 @@ norm sums up is the mean, so clipping knows the gradient that is applied.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -84,6 +84,9 @@ class GradientExchange:
         self._contributed: set[UnitTensor] = set()
         """Tensors with a gradient of this rank in this window."""
         self._divisor = ranks.size if average else 1
+        self.before_window: Callable[[], None] = lambda: None
+        """Called before the first collective of a window; see [Note: one order] (runtime/weights_between_nodes.py)."""
+        self._window_begun = False
 
     def deliver(self, unit: Unit, gradients: Gradients) -> None:
         """Takes gradients of one backward of one unit of this rank. Launches on the current (compute) stream."""
@@ -131,6 +134,7 @@ class GradientExchange:
 
     def discard(self, units: list[Unit]) -> None:
         """Forgets what arrived in this window; every rank does so, if one does."""
+        self._window_begun = False
         self._lane.finish()
         self._contributed.clear()
         self._sink.discard(units)
@@ -142,6 +146,7 @@ class GradientExchange:
         """
         if self._under_way:
             self.end_backward()
+        self._window_begun = False
         self._lane.finish()
         for stream in (None, self._streams.h2d):
             self._streams.reach(self._streams.record(stream))
@@ -191,6 +196,9 @@ class GradientExchange:
     # One unit.
 
     def _reduce(self, unit: Unit, contribution: Contribution) -> None:
+        if not self._window_begun:
+            self.before_window()
+        self._window_begun = True
         reduction = _Reduction(self._ranks, self.between, unit, contribution, self._divisor)
 
         def reduce() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lazytrain_plugin.runtime.arrival import Arrival
+from lazytrain_plugin.runtime.comm_lane import Fence
 from lazytrain_plugin.runtime.cpu_update import CpuUpdates
 from lazytrain_plugin.runtime.divided_updates import DividedUpdates
 from lazytrain_plugin.runtime.layout import UnitTensor
@@ -46,7 +47,10 @@ class SharedUpdates(CpuUpdates):
         self._between = between
         self._streamed = streamed
         begin = executor.streams.use_device
-        self._sender = None if between is None else UpdateWorker("weights", begin=begin)
+        self._sender = None
+        if between is not None:
+            self._sender = UpdateWorker("weights", begin=begin)
+            executor.exchange.before_window = self._sender.drain
         self._launcher, self._homeward = UpdateWorker(begin=begin), UpdateWorker(begin=begin)
         units = executor.all_units
         self._counters = ranks.update_counters(len(units))
@@ -63,7 +67,8 @@ class SharedUpdates(CpuUpdates):
         if self._sender is None:
             own_part = start(unit, arrived, scalars, label, count)
         else:
-            own_part = self._send(unit, start(unit, arrived, scalars, label, _nothing), count)
+            fence = self._executor.exchange.lane.fence()
+            own_part = self._send(unit, start(unit, arrived, scalars, label, _nothing), fence, count)
 
         def finish() -> None:
             own_part()
@@ -72,13 +77,18 @@ class SharedUpdates(CpuUpdates):
 
         return self._waiter.submit(finish, label)
 
-    def _send(self, unit: Unit, updated: Callable[[], None], count: Callable[[], None]) -> Callable[[], None]:
-        """After `updated` brings this rank's part to the other nodes, and theirs here; returns what waits for that."""
+    def _send(
+        self, unit: Unit, updated: Callable[[], None], fence: Fence, count: Callable[[], None]
+    ) -> Callable[[], None]:
+        """After `updated`, and what is before `fence`, brings this rank's part to the other nodes, and theirs here.
+
+        Returns what waits for that.
+        """
 
         def send() -> None:
             try:
                 updated()
-                self._between.bring(unit)
+                self._between.bring(unit, fence)
             except BaseException:
                 self._counters.fail(self._index[unit])  # or the others of this node would wait for it
                 raise

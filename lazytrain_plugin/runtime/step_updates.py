@@ -54,14 +54,16 @@ class StepUpdates:
         on_gpu = [unit for unit in arrivals if unit.home.states_on_gpu]
         computes = bool(on_gpu) and self._divided is None
         gradients_done = streams.end_idle() if computes else streams.record()
-        self._update_on_gpu(on_gpu[:1], arrivals, scalars)
+        # Ranks launch the collectives of all of these before the others' (runtime/weights_between_nodes.py).
+        first = on_gpu[:1] if self._divided is None else on_gpu
+        self._update_on_gpu(first, arrivals, scalars)
         for unit, arrived in arrivals.items():
             if not unit.home.states_on_gpu:
                 self._hand_over(unit, arrived, scalars, gradients_done)
         if self._streamed.queued:
             self._prefetch()
         self._streamed.begin_following(None)
-        self._update_on_gpu(on_gpu[1:], arrivals, scalars)
+        self._update_on_gpu(on_gpu[len(first) :], arrivals, scalars)
         if computes:
             streams.begin_idle()
 

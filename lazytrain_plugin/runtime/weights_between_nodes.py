@@ -3,10 +3,12 @@
 A node has one copy of the weights, and each of its ranks has updated a part of it. The ranks at one position of the
 nodes send each other their parts, through their GPUs, and write what they get to the copy that their node has.
 
-[Note: beside gradients] That happens in a thread of its own, while the forward runs, and so may meet the exchange of
-gradients of a unit that is early: both have process groups, and streams, of their own. Ranks may begin the two in
-either order. Neither waits for the other: a collective takes a few of a GPU's processors, so that both are under way at
-once, and nothing is allocated or freed meanwhile, which could wait for everything on the GPU.
+[Note: one order] That happens in a thread of its own, while the forward runs, with a process group and a stream of its
+own. NCCL asks for more: a GPU may have to end one group's collective before it begins another's, so all ranks must
+launch those of all groups in one order. It is: the updates of states on the GPUs, whose weights meet in the lane of
+gradients; then these; then the gradients of the next window. The first of these waits for the lane, and the first
+gradient, by which time the forward has needed nearly all weights, for the last of these. What the program itself
+launches beside a forward (a gather of metrics) can't be put in this order.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 
 from lazytrain_plugin.plan.problem import WEIGHTS_EXCHANGE_BYTES
 from lazytrain_plugin.plan.simulate import Resource
+from lazytrain_plugin.runtime.comm_lane import Fence
 from lazytrain_plugin.runtime.rank_group import POLL_S, RankGroup
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.unit import Unit
@@ -43,8 +46,11 @@ class WeightsBetweenNodes:
         ranks.hops.gather(PHASE, one.new_empty(ranks.num_nodes), one, ranks.weights_group)()
 
     @torch.no_grad()
-    def bring(self, unit: Unit) -> None:
+    def bring(self, unit: Unit, after: Fence) -> None:
         """Returns when the other nodes' parts are in this node's memory. This rank's part must be; one thread calls it.
+
+        Args:
+            after: collectives that come before; see [Note: one order].
 
         Raises:
             CommunicationError: a rank is gone.
@@ -59,6 +65,7 @@ class WeightsBetweenNodes:
         own = places[ranks.own_part - column]
         self._sent((nodes - 1) * (own.stop - own.start))
         size = min(longest, self._piece_bytes)
+        after.stops(self._stream)
         with (
             streams.on(self._stream),
             streams.span(f"weights {unit.name} (nodes)", Resource.EXCHANGE, stream=self._stream, num_bytes=longest),

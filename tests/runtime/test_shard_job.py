@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lazytrain_plugin.comm.between_nodes import BetweenNodes, ring_bytes
+from lazytrain_plugin.comm.hops import Hops
 from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.runtime import activation_store, streamed_updates, weights_between_nodes
 from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.resident_updates import ResidentUpdates
 from lazytrain_plugin.runtime.weights_between_nodes import WeightsBetweenNodes
 from lazytrain_plugin.vocab import Shard
 from tests.comm.ranks import run_ranks, succeed
@@ -51,6 +54,7 @@ def everything(rank, device, ranks_per_node):
     groups = groups_of(rank, device, ranks_per_node)
     size = groups[Shard.JOB].size
     out = {"cases": {}, "held": held_bytes(groups, device), "late": late_weights(groups[Shard.JOB], device)}
+    out["launched"] = launched(groups[Shard.JOB], device)
     for name in NAMES[size]:
         out["cases"][name] = {shard: run_case(ranks, device, size, CASES[name]) for shard, ranks in groups.items()}
     out["own"] = own_gradients(groups[Shard.JOB], device, 1)
@@ -90,9 +94,9 @@ def late_weights(ranks, device):
     nodes; and as all see it in the end."""
     bring = WeightsBetweenNodes.bring
 
-    def late(self, unit):
+    def late(self, unit, after):
         time.sleep(0.05 * ranks.rank)
-        bring(self, unit)
+        bring(self, unit, after)
 
     WeightsBetweenNodes.bring = late
     executor = executor_for(ranks, device, "cpu")
@@ -109,6 +113,53 @@ def late_weights(ranks, device):
     found = before, asked, weight.detach().clone()
     executor.close()
     return found
+
+
+def launched(ranks, device):
+    """Names of the collectives in the order in which this rank launches them, and whether each is of weights in host
+    memory: three steps of units on the GPU, and of one in host memory that some forwards leave out; each rank is late
+    elsewhere."""
+    names, late = [], {WeightsBetweenNodes: "bring", ResidentUpdates: "_gather"}
+    for number, (owner, name) in enumerate(late.items()):
+        late[owner] = getattr(owner, name)
+        setattr(owner, name, later(late[owner], 0.03 * ((ranks.rank + number) % 2)))
+    plain = Hops.gather, Hops.exchange, Hops.sum_across
+    for method in plain:
+        setattr(Hops, method.__name__, noting(method, names, ranks.weights_group))
+    torch.manual_seed(7)
+    model = MODELS["skips"]()
+    plan = plan_for(model, home="gpu", device=device.type)
+    unit = plan_for(model, home="cpu", device=device.type).units[1]
+    plan = replace(plan, units=(plan.units[0], unit, *plan.units[2:]))
+    executor = make_executor(model, plan, device=str(device), native=True, ranks=ranks)
+    for first in (1, 0, 1):
+        ids = torch.full((2, 7), first, device=device)
+        executor.begin_forward()
+        model.loss(ids).backward()
+        executor.end_backward()
+        executor.step(0.0)
+    executor.flush()
+    executor.close()
+    WeightsBetweenNodes.bring, ResidentUpdates._gather = late.values()
+    for method in plain:
+        setattr(Hops, method.__name__, method)
+    return names
+
+
+def later(function, seconds):
+    def late(*args):
+        time.sleep(seconds)
+        return function(*args)
+
+    return late
+
+
+def noting(method, names, group):
+    def noted(self, phase, *args):
+        names.append((phase, group in args))
+        return method(self, phase, *args)
+
+    return noted
 
 
 def on_the_wire(ranks, device, bits):
@@ -187,6 +238,13 @@ def test_nobody_sees_a_weight_of_which_a_part_is_old(job):
         before, asked, after = rank["late"]
         assert torch.equal(asked, after) and torch.equal(after, results[0]["late"][2])
         assert (asked != before).all(1).any()
+
+
+def test_all_ranks_launch_the_collectives_of_all_groups_in_one_order(job):
+    *_, results = job
+    for rank in results:
+        assert rank["launched"] == results[0]["launched"]
+    assert len(set(results[0]["launched"])) >= 3
 
 
 def test_gradients_in_codes_are_rounded_once(job):
