@@ -54,8 +54,9 @@ class StepUpdates:
         on_gpu = [unit for unit in arrivals if unit.home.states_on_gpu]
         computes = bool(on_gpu) and self._divided is None
         gradients_done = streams.end_idle() if computes else streams.record()
-        # Ranks launch the collectives of all of these before the others' (runtime/weights_between_nodes.py).
-        first = on_gpu[:1] if self._divided is None else on_gpu
+        ranks = self._executor.ranks
+        # Where weights in host memory meet too, theirs come after (runtime/weights_between_nodes.py).
+        first = on_gpu if ranks is not None and ranks.shards_job else on_gpu[:1]
         self._update_on_gpu(first, arrivals, scalars)
         for unit, arrived in arrivals.items():
             if not unit.home.states_on_gpu:
