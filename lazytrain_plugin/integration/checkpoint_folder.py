@@ -13,7 +13,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lazytrain_plugin.errors import CheckpointError
@@ -65,7 +65,8 @@ def recover(save_dir: Path, tag: str) -> None:
     """Puts the older checkpoint of `tag` back if a process died between the two renames of its replacement."""
     final, _, old = _paths(save_dir, tag)
     if old.is_dir() and not final.exists():
-        old.rename(final)
+        with suppress(FileNotFoundError):  # another rank that loads it was first
+            old.rename(final)
 
 
 def write_latest(save_dir: Path, tag: str) -> None:

@@ -95,7 +95,8 @@ class CheckpointMixin:
                 "checkpoint.load_universal is not supported; remove it: stage-3 checkpoints of any plan and rank count "
                 "load directly"
             )
-        if tag is None and read_latest(Path(load_dir)) is None:
+        tag = _tag_to_load(self.lazytrain, load_dir, tag)
+        if tag is None:
             logger.warning("no file 'latest' in %s, so nothing is loaded; pass a tag if there is one", load_dir)
             return None, None
         load = functools.partial(
@@ -136,15 +137,49 @@ class CheckpointMixin:
 
 
 def together(state: TrainState, action: Callable[[RankGroup | None], Any]) -> Any:
-    """`action(ranks)` while every rank is here and at rest; None: there is one rank only."""
-    executor = getattr(state, "executor", None)
-    ranks = executor.ranks if executor is not None else None
-    if ranks is not None:
-        executor.share_changes()
-        state.flush()
-        ranks.barrier("start of a checkpoint")
-    result = action(ranks)
-    if ranks is not None:
+    """`action(ranks)` while every rank is here and at rest; None: there is one rank only.
+
+    Raises:
+        CheckpointError: another rank failed.
+    """
+    ranks = _ranks_of(state)
+    if ranks is None:
+        return action(None)
+    state.executor.share_changes()
+    state.flush()
+    ranks.barrier("start of a checkpoint")
+    result = failure = None
+    try:
+        result = action(ranks)
         state.flush()  # to disk with what was loaded, where other ranks read it
-        ranks.barrier("end of a checkpoint")
+    except Exception as raised:  # which the others, who wait, must hear of
+        failure = raised
+    texts = ranks.gather_objects(failure and f"{type(failure).__name__}: {failure}", "end of a checkpoint")
+    if failure is not None:
+        raise failure
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]:
+        raise CheckpointError(f"other ranks failed, and training can't go on here alone. {failed[0]}")
     return result
+
+
+def _tag_to_load(state: TrainState, load_dir: str, tag: str | None) -> str | None:
+    """`tag`, or the newest complete one in `load_dir`, the same on every rank; None: there is none.
+
+    Raises:
+        CheckpointError: ranks find different ones.
+    """
+    found = str(tag) if tag is not None else read_latest(Path(load_dir))
+    ranks = _ranks_of(state)
+    everyone = [found] if ranks is None else ranks.gather_objects(found, "look for a checkpoint")
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"rank 0 would load tag {everyone[0]!r} from {load_dir} and rank {other} {everyone[other]!r}; name one tag "
+            "on all ranks, in a folder that all nodes see"
+        )
+    return found
+
+
+def _ranks_of(state: TrainState) -> RankGroup | None:
+    executor = getattr(state, "executor", None)
+    return None if executor is None else executor.ranks

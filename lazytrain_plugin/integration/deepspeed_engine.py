@@ -49,7 +49,6 @@ from lazytrain_plugin.runtime.train_state import ExecutorState
 
 logger = logging.getLogger(__name__)
 
-
 HOME_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -204,7 +203,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         self._refuse_new_parameters()
         refuse_compiled(self._modules_around_units)
         training = self.module.training and torch.is_grad_enabled()
-        self._plan_for_compiled_layers()
+        self._plan_for_compiled_layers(training)
         if training:
             num_tokens = count_tokens(inputs, kwargs)
             plan = self._planner.plan_for(num_tokens)
@@ -303,16 +302,18 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
             unit.module.compile(**options)
         self._is_compiled, self._compile_kwargs = True, options
 
-    def _plan_for_compiled_layers(self) -> None:
+    def _plan_for_compiled_layers(self, training: bool) -> None:
         """Once, after layers were compiled: operators inside them can't be saved one by one any more."""
         executor = self.lazytrain.executor
         compiled = [unit for unit in executor.units if unit.is_compiled]
         if self._plans_compiled or not compiled:
             return
-        self._plans_compiled = True
         for unit in compiled:
             unfuse_modules(unit.module)  # the compiler fuses by itself, and can't see into these
         fused.keep_heads_eager(self.module)
+        self._plans_compiled = training or executor.ranks is None  # a rank may evaluate alone, and all of them plan
+        if not self._plans_compiled:
+            return
         logger.info("%d of %d streamed layers are compiled", len(compiled), len(executor.units))
         plan = self._planner.layers_compiled()
         if plan is not None:

@@ -54,7 +54,10 @@ class LazyTrainOptimizer(ZeROOptimizer):
         """Optimizer states by parameter, decoded into new tensors: for looking, not for changing."""
         self._lazytrain.flush()
         records = [record for record in self._lazytrain.records if record.group is not None]
-        return {record.parameter: self._lazytrain.read_state(record) for record in records}
+        states = {record.parameter: self._lazytrain.read_state(record) for record in records}
+        for record in records:
+            self._lazytrain.leave_together(record, "reading of optimizer states")
+        return states
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
@@ -102,11 +105,13 @@ class LazyTrainOptimizer(ZeROOptimizer):
         self._executor.end_backward()
 
     def refresh_fp32_params(self) -> None:
-        """Masters take the value of weights that were loaded into the module."""
+        """Masters take the value of weights that were loaded into the module, of any rank; all of them call it."""
         self._lazytrain.flush()
+        self._executor.share_changes()
         for record in self._lazytrain.records:
             if record.group is not None:
                 self._lazytrain.write_master(record, record.parameter.detach().float().cpu().reshape(-1))
+        self._lazytrain.meet("taking over of loaded weights")
 
     def _restore_from_bit16_weights(self) -> None:
         self.refresh_fp32_params()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # plain DeepSpeed jobs load this module too
     from lazytrain_plugin.runtime.state import ParamRecord
     from lazytrain_plugin.runtime.train_state import ExecutorState
 
+READING, SETTING = "reading of masters and states", "setting of masters and states"
 _managed = WeakIdKeyDictionary()
 """Trained parameter -> (weak reference to the state that knows it, its name)."""
 
@@ -37,7 +38,9 @@ def manage(state: ExecutorState) -> None:
 
 def get_master(state: ExecutorState, record: ParamRecord) -> torch.Tensor:
     """The fp32 master in the parameter's shape: a copy on the engine's device."""
-    return _shaped(state, record, state.read_master(record))
+    master = state.read_master(record)
+    state.leave_together(record, READING)
+    return _shaped(state, record, master)
 
 
 def set_master(state: ExecutorState, record: ParamRecord, value: torch.Tensor) -> None:
@@ -50,6 +53,7 @@ def set_master(state: ExecutorState, record: ParamRecord, value: torch.Tensor) -
 def get_optimizer_state(state: ExecutorState, record: ParamRecord, optim_state_key: str) -> Any:
     """One optimizer state, decoded to fp32, in the parameter's shape; None before the parameter's first update."""
     value = state.read_state(record).get(optim_state_key)
+    state.leave_together(record, READING)
     elementwise = isinstance(value, torch.Tensor) and value.numel() == record.numel
     return _shaped(state, record, value) if elementwise else value
 
@@ -117,10 +121,12 @@ def _wrap(original: Callable, answer: Callable) -> Callable:
 
 @contextlib.contextmanager
 def _on_all_ranks(state: ExecutorState) -> Iterator[None]:
-    """Ranks of a node have one copy: none changes it while another still reads, or reads what is half changed."""
-    state.meet("setting of masters and states")
+    """Ranks of a node have one copy: none changes it while another still reads, or reads what is half changed. What was
+    written to weights before counts as older."""
+    state.executor.share_changes()
+    state.meet(SETTING)
     yield
-    state.meet("setting of masters and states")
+    state.meet(SETTING)
 
 
 def _shaped(state: ExecutorState, record: ParamRecord, flat: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,11 @@ class HomeStates:
         return self.ranks is not None and (self.states_on_gpu or self.ranks.shards_job)
 
     @property
+    def is_read_from_disks(self) -> bool:
+        """States are on NVMe, of each of several ranks on its own: to read them whole takes the others' disk space."""
+        return self.is_divided and not self.is_read_together
+
+    @property
     def held_part(self) -> tuple[int, int]:
         """[first, end) of the trained elements whose states this rank has: all, or those of its part."""
         return self.ranks.part(self.layout) if self.is_divided else self.layout.part(0, 1)

@@ -67,6 +67,7 @@ class UnitHome(HomeStates):
             tensor: torch.empty(tensor.numel, dtype=tensor.dtype, device=device)
             for tensor in (layout.tensors if self.on_gpu else ())
         }
+        self._shows_own = False
         self.state_buffers: dict[str, HostBuffer] = {}
         """States in host memory by the key of their flat; sums over micro-batches are `ACCUMULATOR`."""
         divided = ranks is not None and (plan.gradient_tier == Tier.NVME or self.is_read_together)
@@ -83,6 +84,7 @@ class UnitHome(HomeStates):
         """What `parameter.data` is while the unit does not run."""
 
     def _resting_place(self, tensor: UnitTensor) -> torch.Tensor:
+        """What a parameter shows, 1-D [numel] in storage order."""
         if self.on_gpu:
             return self.gpu_weights[tensor]
         return self.host_buffer.shown(tensor.dtype, tensor.weight_offset_bytes, tensor.numel)
@@ -249,13 +251,40 @@ class UnitHome(HomeStates):
         """GPU-resident weights whose updates run on a copy in host memory."""
         return self.on_gpu and self.host_weights is not None
 
+    @property
+    def shares_weights(self) -> bool:
+        """Ranks have weights in common, whatever each of them shows."""
+        return self.ranks is not None and self.host_weights is not None
+
+    @property
+    def shows_own_weights(self) -> bool:
+        """This rank is known to show other weights than those that ranks have in common."""
+        return self._shows_own if self.on_gpu else self.host_buffer.has_writes
+
+    def look_for_own_weights(self) -> None:
+        """After changes to GPU-resident weights from outside. Nobody may write to the host copy meanwhile."""
+        self._shows_own = any(
+            not torch.equal(shown.view(torch.uint8).cpu(), tensor.weight_view(self.host_weights).view(torch.uint8))
+            for tensor, shown in self.gpu_weights.items()
+        )
+
     def take_shown_weights(self) -> None:
-        """Trained weights that were changed on the GPU from outside: the host copy takes their values.
+        """Weights that were changed from outside where they are shown: the host copy, which ranks may have in common,
+        takes their values.
 
         Remainders stay, as they do where there is one copy: untouched elements keep their masters to the bit.
         """
-        for tensor in self.layout.trained:
-            tensor.weight_view(self.host_weights).copy_(self.gpu_weights[tensor])
+        for tensor in self.layout.tensors:
+            tensor.weight_view(self.host_weights).copy_(self._resting_place(tensor))
+
+    def show_shared_weights(self) -> None:
+        """What this rank shows gives way to what the ranks have in common."""
+        if not self.on_gpu:
+            self.host_buffer.forget_writes()
+            return
+        self._shows_own = False
+        for tensor in self.layout.tensors:
+            self.publish(tensor)
 
     def copy_from(self, other: UnitHome) -> None:
         """Takes over everything `other` holds, bit for bit where the state format is the same. Not gradients."""

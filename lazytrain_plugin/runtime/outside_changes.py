@@ -15,11 +15,13 @@ import torch
 
 from lazytrain_plugin.errors import UnsupportedModelError
 from lazytrain_plugin.runtime.layout import UnitTensor
-from lazytrain_plugin.runtime.rank_group import RankGroup
+from lazytrain_plugin.runtime.rank_group import RankGroup, Source
 from lazytrain_plugin.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from lazytrain_plugin.runtime.executor import Executor
+
+PHASE = "taking over of changed weights"
 
 
 class OutsideChanges:
@@ -83,29 +85,46 @@ class OutsideChanges:
             self._executor.forget_copies(unit)
             if unit.home.has_two_copies:
                 self._executor.settle(unit)
-                unit.home.take_shown_weights()
+                if unit.home.shares_weights:  # others may still be fetching those of the last update
+                    unit.home.look_for_own_weights()
+                else:
+                    unit.home.take_shown_weights()
         self._versions[unit] = version
 
     def share(self, ranks: RankGroup) -> None:
         """Weights that ranks have in common take the values that were written in a rank. Every rank is here.
 
         Till then each rank sees what it wrote itself, as if it had a copy: adapters that all ranks merge are merged
-        once. Where ranks wrote different values, those of the first one count.
+        once. Where ranks of a node wrote different values, those of the first one count; what was not written on every
+        node comes to all of them.
         """
-        units = [unit for unit in self._executor.all_units if unit.home.shows_shared]
-        writers = ranks.first_local([unit.home.host_buffer.has_writes for unit in units], "comparison of weights")
-        changed = [(unit, writer) for unit, writer in zip(units, writers, strict=True) if writer is not None]
+        units = [unit for unit in self._executor.all_units if unit.home.shares_weights]
+        sources = ranks.sources([unit.home.shows_own_weights for unit in units], "comparison of weights")
+        changed = [(unit, source) for unit, source in zip(units, sources, strict=True) if source is not None]
         if not changed:
             return
-        self._executor.streams.synchronize()
-        ranks.barrier("taking over of changed weights")  # nobody reads
-        for unit, writer in changed:
-            self._executor.forget_copies(unit)
-            if writer == ranks.local_rank:
-                unit.home.host_buffer.take_writes()
-        ranks.barrier("taking over of changed weights")
         for unit, _ in changed:
-            unit.home.host_buffer.forget_writes()
+            self._executor.settle(unit)
+        self._executor.streams.synchronize()
+        ranks.barrier(PHASE)  # nobody reads
+        for unit, source in changed:
+            self._executor.forget_copies(unit)
+            if source.rank == ranks.rank:
+                unit.home.take_shown_weights()
+            if source.crosses_nodes:
+                self._bring_to_nodes(unit, source, ranks)
+        ranks.barrier(PHASE)
+        for unit, _ in changed:
+            unit.home.show_shared_weights()
+
+    @staticmethod
+    def _bring_to_nodes(unit: Unit, source: Source, ranks: RankGroup) -> None:
+        for tensor in unit.layout.tensors:
+            weight = unit.home.weight(tensor)
+            values = weight if source.rank == ranks.rank else torch.empty_like(weight)
+            ranks.copy_of(source.rank, values, PHASE)
+            if ranks.is_first_of_node and source.rank not in ranks.local_indices:
+                weight.copy_(values)
 
 
 def _check_memory(unit: Unit) -> int:

@@ -59,10 +59,6 @@ class PrivateLook:
         else:
             self.forget_writes()  # or these pages would stay behind
 
-    def take_writes(self) -> None:
-        """Makes them the values that all ranks have; others may not read meanwhile."""
-        self._bytes.copy_(self._read_from)
-
     def forget_writes(self) -> None:
         """What was written to `shown` tensors of shared memory gives way to what the ranks have in common."""
         if self._private is not None:

@@ -18,6 +18,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,17 @@ DEFAULT_TIMEOUT_S = 1800.0
 BEFORE_NCCL_FRAC = 0.9
 """At its time-out NCCL's watchdog ends the process, and doesn't say which rank was missing."""
 _FAILED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The rank whose values a node takes over: the first of its own that has some; where a node has no such rank, the
+    first of all."""
+
+    rank: int
+    """Its position among all ranks that train together."""
+    crosses_nodes: bool
+    """All nodes take that rank's values."""
 
 
 class RankGroup:
@@ -179,10 +191,14 @@ class RankGroup:
 
     def copy_of_first(self, values: torch.Tensor, phase: str) -> None:
         """Overwrites a contiguous tensor, on `device` or the CPU, with the first rank's."""
+        self.copy_of(0, values, phase)
+
+    def copy_of(self, rank: int, values: torch.Tensor, phase: str) -> None:
+        """As `copy_of_first`, of any rank."""
         group = self._control if values.device.type == "cpu" else self.hops.job
         with self.hops.phase(phase):
             # As bytes: backends do not know every dtype.
-            dist.broadcast(values.view(torch.uint8), src=self.hops.ranks[0], group=group)
+            dist.broadcast(values.view(torch.uint8), src=self.hops.ranks[rank], group=group)
 
     def copy_of_owner(self, values: torch.Tensor, part: int, phase: str) -> None:
         """Overwrites a contiguous CPU tensor with that of the rank that has a part; all that have one call it."""
@@ -191,11 +207,18 @@ class RankGroup:
             with self.hops.phase(phase):
                 dist.broadcast(values.view(torch.uint8), src=self.hops.ranks[self.owners[part]], group=group)
 
-    def first_local(self, flags: Sequence[bool], phase: str) -> list[int | None]:
-        """For each flag the position of the first rank of this node that has it set; None: no rank has."""
+    def sources(self, flags: Sequence[bool], phase: str) -> list[Source | None]:
+        """For each flag whose values this node takes over; None: no rank has it set."""
         everyone = self.gather(torch.tensor(flags, dtype=torch.uint8), phase)
-        local = everyone[self.local_indices]
-        return [int(column.nonzero()[0]) if column.any() else None for column in local.T]
+        return [self._source(column.nonzero().flatten().tolist()) for column in everyone.T]
+
+    def _source(self, having: list[int]) -> Source | None:
+        if not having:
+            return None
+        own = [rank for rank in having if rank in self.local_indices]
+        if all(any(rank in having for rank in node) for node in self.hops.node_ranks):
+            return Source(own[0], crosses_nodes=False)
+        return Source(having[0], crosses_nodes=True)
 
     def gone(self) -> list[int]:
         """Ranks of this node whose process has ended."""

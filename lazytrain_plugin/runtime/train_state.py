@@ -138,6 +138,13 @@ class ExecutorState:
         if self.executor.ranks is not None:
             self.executor.ranks.barrier_of_owners(phase)
 
+    def leave_together(self, record: ParamRecord, phase: str) -> None:
+        """After all ranks have read its master or states: returns when none does any more where they read each other's
+        disk space, which is gone with its rank."""
+        unit, tensor = self._find(record)
+        if tensor.trained and unit.home.is_read_from_disks:
+            self.meet(phase)
+
     def flush(self) -> None:
         self.executor.flush()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -348,6 +349,19 @@ def test_what_a_killed_process_leaves_is_not_resumed_from(tmp_path):
 def test_killed_between_the_renames_of_a_replacement(tmp_path):
     _, masters = _checkpoint_after_one_step(tmp_path)
     (tmp_path / "one").rename(tmp_path / ".one.old")
+    _assert_loads(tmp_path, masters)
+
+
+def test_ranks_put_the_older_checkpoint_back_at_once(tmp_path, monkeypatch):
+    _, masters = _checkpoint_after_one_step(tmp_path)
+    (tmp_path / "one").rename(tmp_path / ".one.old")
+    rename = Path.rename
+
+    def second(path, target):
+        rename(path, target)  # the other rank's
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", second)
     _assert_loads(tmp_path, masters)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from lazytrain_plugin.runtime import gradients
 from lazytrain_plugin.vocab import Activations, Tier, Updater
 from tests.comm.ranks import succeed
-from tests.integration import on_disk
+from tests.integration import on_disk, ranks_apart
 from tests.runtime.rig import VOCAB, Model
 from tests.runtime.test_several_ranks import WideBlock
 
@@ -236,6 +236,8 @@ def two_from_one(rank, device, folder):
     out["swapping"] = swapping(rank)
     out["swap fails"] = swap_fails(rank)
     out["disk"] = disk_leg(rank, 2, folder, "third disk", "to step 3", range(3, STEPS))
+    ids = batches(range(1))[0].chunk(2)[rank]
+    out["apart"] = ranks_apart.everything(rank, lambda **block: make_engine(0, 2, **block), ids, folder)
     out["planned"] = planned_on_disk(rank, folder)
     return out
 
@@ -527,6 +529,30 @@ def test_all_ranks_change_to_a_better_plan_at_once(again):
 
 def test_a_search_that_fails_on_the_first_rank_ends_all(again):
     assert [rank["swap fails"] for rank in again] == ["no disk to search on"] * 2
+
+
+def test_what_one_rank_loads_or_all_set_counts_for_all(again):
+    for rank in (found["apart"] for found in again):
+        before, master, shown = rank["loaded"]
+        assert torch.equal(master, before + 1.0) and torch.equal(shown, master)
+        value, *seen = rank["set"]
+        assert all(torch.equal(each, value) for each in seen)
+
+
+def test_ranks_hear_of_one_that_cannot_load(again):
+    first, second = (rank["apart"]["failing"] for rank in again)
+    assert "rank 1: ValueError: damaged here" in first[0] and second[0] == "ValueError: damaged here"
+    assert all("rank 0 would load tag '" in text and "and rank 1 None" in text for _, text in (first, second))
+
+
+def test_a_rank_may_evaluate_compiled_layers_alone(again):
+    assert [rank["apart"]["compiled"] for rank in again] == [(False, True)] * 2
+
+
+def test_a_rank_that_ends_leaves_its_states_to_one_that_reads(again):
+    first, second = (rank["apart"]["read"] for rank in again)
+    assert any(value.any() for value in first.values())
+    same(first, second)
 
 
 def test_an_overflow_on_one_rank_makes_all_skip(again):

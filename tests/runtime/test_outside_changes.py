@@ -176,3 +176,18 @@ def test_moved_memory_is_refused_by_name_and_the_engine_still_closes(home):
     executor.begin_forward()
     weight.data = torch.zeros(3, 3)
     executor.close()
+
+
+@homes
+@pytest.mark.parametrize("write", WRITES)
+def test_a_frozen_weight_beside_trained_ones_keeps_what_was_written_to_it(home, write):
+    """As a checkpoint's frozen weights do: also when the layer moves to another plan."""
+    model = make()
+    frozen = model.layers[0].up.weight.requires_grad_(False)
+    executor = make_executor(model, planned(model, home, "cpu"))
+    executor.flush()
+    with torch.no_grad():
+        WRITES[write](frozen, torch.full_like(frozen, 0.25))
+    executor.place(plan_for(model, home="gpu" if home == "cpu" else "cpu"))
+    assert (frozen == 0.25).all()
+    executor.close()
