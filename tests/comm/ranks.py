@@ -7,6 +7,7 @@ a second and not four imports.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import multiprocessing
 import os
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lazytrain_plugin.comm.hops import Hops
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed.nn", "torch._dynamo", "lazytrain_plugin.comm.ddp"])
@@ -79,10 +82,18 @@ def telling_others(path: Path) -> Iterator[None]:
 
 
 def stay_until_told(path: Path) -> None:
-    """A rank that is alive and does nothing, until another one `telling_others` has given up."""
+    """A rank that is alive and does nothing, until another one has touched `path` (see `telling_others`)."""
     end = time.monotonic() + 60
     while not path.exists() and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(0.005)
+
+
+def wait_in_vain(hops: Hops, seconds: float, *others: dist.ProcessGroup | None) -> None:
+    """From now on collectives fail after so long. Only where the other ranks have come to rest: till then a loaded
+    machine may take its time."""
+    groups = [group for _, group in hops._groups]
+    for group in (*groups, *filter(None, others)):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def succeed(function: Any, world_size: int, *args: Any, **options: Any) -> list:

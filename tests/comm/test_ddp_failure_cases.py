@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lazytrain_plugin
-from tests.comm.ranks import run_ranks, stay_until_told, succeed, telling_others
+from tests.comm.ranks import run_ranks, stay_until_told, succeed, telling_others, wait_in_vain
 from tests.comm.test_ddp import exact_gradients, reducer, wrap
 from tests.comm.test_reducer import gradient, make
 
@@ -98,14 +98,18 @@ def uneven_epoch(rank, device, folder, joined):
     torch.manual_seed(0)
     model = nn.Linear(33, 7).to(device)
     state = lazytrain_plugin.QuantizedReducer(
-        topology=lazytrain_plugin.comm.topology.Topology.consecutive(2, 1), smallest_bucket_elements=1, timeout_s=2
+        topology=lazytrain_plugin.comm.topology.Topology.consecutive(2, 1), smallest_bucket_elements=1, timeout_s=60
     )
+    ended, given_up = Path(folder, "ended"), Path(folder, "given up")
     ddp = wrap(model, device)
     ddp.register_comm_hook(state, lazytrain_plugin.ddp_comm_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
     def epoch():
         for number in range(5 - rank):
+            if number == 4 and not joined:
+                stay_until_told(ended)
+                wait_in_vain(state._hops, 1.0)
             x = torch.randn(4, 33, generator=torch.Generator().manual_seed(10 * number + rank)).to(device)
             optimizer.zero_grad()
             ddp(x).square().mean().backward()
@@ -115,10 +119,11 @@ def uneven_epoch(rank, device, folder, joined):
         with ddp.join():
             epoch()
         return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()]).cpu()
-    with telling_others(Path(folder, "given up")):
+    with telling_others(given_up):
         epoch()
     if rank == 1:
-        stay_until_told(Path(folder, "given up"))
+        ended.touch()
+        stay_until_told(given_up)
         raise RuntimeError("epoch ended")
 
 

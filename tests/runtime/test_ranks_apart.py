@@ -5,7 +5,6 @@ One set of processes runs every case: starting them takes longer than training.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from lazytrain_plugin.comm.topology import Topology
 from lazytrain_plugin.runtime.cpu_update import CpuUpdates
 from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.vocab import Shard
-from tests.comm.ranks import succeed
+from tests.comm.ranks import stay_until_told, succeed
 from tests.runtime.rig import make_executor, plan_for
 from tests.runtime.test_several_ranks import DEVICES, MODELS, global_batches, weights
 
@@ -38,12 +37,6 @@ def run(executor, ranks, device, *, step=True):
         executor.step(0.0)
 
 
-def until(path: Path) -> None:
-    end = time.monotonic() + 10
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.002)
-
-
 def changed_by_all(ranks, device, home, folder):
     """A weight after an update, after all ranks have halved it, and in the next forward. The second rank fetches what
     the update made only once the first one is on its way to that forward."""
@@ -53,7 +46,7 @@ def changed_by_all(ranks, device, home, folder):
 
     def late(self, of, *args):
         if ranks.rank == 1 and of is unit:
-            until(started)
+            stay_until_told(started)
         publish(self, of, *args)
 
     CpuUpdates._publish = late

@@ -25,7 +25,7 @@ from lazytrain_plugin.runtime.rank_group import RankGroup
 from lazytrain_plugin.runtime.streams import Streams
 from lazytrain_plugin.runtime.train_state import ExecutorState
 from lazytrain_plugin.vocab import Tier
-from tests.comm.ranks import Failure, run_ranks, stay_until_told, succeed, telling_others
+from tests.comm.ranks import Failure, run_ranks, stay_until_told, succeed, telling_others, wait_in_vain
 from tests.runtime.rig import HIDDEN, VOCAB, Block, Model, make_executor, plan_for
 
 STEPS = 5
@@ -399,18 +399,24 @@ def test_a_rank_that_is_killed_ends_the_other_one_at_once_with_its_name(device, 
 
 
 def ends_its_epoch_early(rank, device, folder):
-    ranks = RankGroup(device, timeout_s=3)
+    ranks = RankGroup(device, timeout_s=60)
+    ended, given_up = Path(folder, "ended"), Path(folder, "given up")
     model = MODELS["wide"]()
     executor = make_executor(model, plan_for(model, device=device.type), device=str(device), native=True, ranks=ranks)
-    ranks.barrier("start")
-    with telling_others(Path(folder, "given up")):
-        for batch in global_batches(3 - rank, 2):
+    with telling_others(given_up):
+        for number, batch in enumerate(global_batches(3 - rank, 2)):
+            if number == 2:
+                stay_until_told(ended)
+                wait_in_vain(ranks.hops, 1.0, ranks._control, ranks._control_inside)
+                ranks.timeout_s = 1.0
             executor.begin_forward()
             model.loss(batch.chunk(2)[rank].to(device)).backward()
             executor.end_backward()
             executor.step(0.0)
     if rank == 1:
-        stay_until_told(Path(folder, "given up"))
+        executor.flush()
+        ended.touch()
+        stay_until_told(given_up)
 
 
 @pytest.mark.parametrize("device", DEVICES)
