@@ -245,8 +245,7 @@ class Executor:
             window = upcoming[: self._num_slots - 1]
             self._prefetch(window, frozenset((unit, *window)))
             self._nvme.read_weights_ahead(soon for soon in upcoming if not self._slots.holds(soon))
-        if phase == FORWARD:
-            self._streamed_updates.begin_following(unit)
+        self._streamed_updates.follow(unit, phase, ends_window=unit is self.units[0] and self._sink.last_micro_batch)
 
     def _prefetch(self, window: list[Unit], needed: frozenset[Unit]) -> None:
         """Starts the transfers of weights that are up to date, or are updated here; `needed` ones stay in slots."""

@@ -42,6 +42,8 @@ class HomeStates:
         """(key, dtype, numel) of each flat of states that rest in memory."""
         self.held: HeldStates | None = None
         """Remainder and moments while they are in memory."""
+        self.state_writes = 0
+        """How often they were opened to be changed here. Updates that pass the GPU don't count."""
 
     # What this rank updates.
 
@@ -126,6 +128,7 @@ class HomeStates:
         Raises:
             StorageError: the disk failed.
         """
+        self.state_writes += changes
         if not self.nvme_states:
             yield
             return

@@ -18,6 +18,7 @@ from lazytrain_plugin.plan.result import UnitPlan
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.gradient_format import Gradient
 from lazytrain_plugin.runtime.homes import UnitHome
+from lazytrain_plugin.runtime.host_memory import HostBuffer
 from lazytrain_plugin.runtime.layout import ALIGNMENT_ELEMENTS, FlatLayout, UnitTensor
 from lazytrain_plugin.runtime.state_layout import ACCUMULATOR, MOMENTS, has_codes
 from lazytrain_plugin.runtime.streams import Streams
@@ -34,6 +35,8 @@ WEIGHTS = "weights"
 GRADIENT = "gradient"
 STEPS = "steps"
 """Of a gradient in codes, beside `GRADIENT` or `ACCUMULATOR`."""
+Piece = tuple[str, torch.dtype, HostBuffer, int, int]
+"""Key, dtype, buffer at home, offset there, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,31 +213,79 @@ class StateSlot:
         self.with_weights = with_weights
         self._memory = torch.empty(nbytes + PADDING_BYTES, dtype=torch.uint8, device=streams.device)
         self.stream = stream
+        self._brought: tuple[UnitHome, Chunk, int] | None = None
+        """Whose states have come ahead of their update, and how often their home had been written to then."""
         streams.wait(self.stream, streams.record())  # its memory may be what running kernels still read
 
-    def load(self, home: UnitHome, chunk: Chunk) -> Staged:
-        """Starts bringing a chunk in, on the current stream."""
-        parts, end = {}, 0
-        for key, dtype, buffer, start, nbytes in self._pieces(home, chunk):
-            part = self._memory[end : end + nbytes]
-            buffer.read(start, part)
-            parts[key] = part.view(dtype)
+    def bring(self, home: UnitHome, chunk: Chunk) -> None:
+        """Starts bringing the states of a chunk in, on the current stream, before its gradients are there."""
+        self._brought, end = None, 0
+        for _, _, buffer, start, nbytes in self._states(home, chunk):
+            buffer.read(start, self._memory[end : end + nbytes])
             end += align_up(nbytes, BLOCK)
+        self._brought = home, chunk, home.state_writes
+
+    @property
+    def is_free(self) -> bool:
+        """No states were brought that are still those at home."""
+        return self._brought is None or self._brought[2] != self._brought[0].state_writes
+
+    def holds(self, home: UnitHome, chunk: Chunk) -> bool:
+        """Whether the chunk's states were brought, and are still those at home."""
+        return not self.is_free and self._brought[0] is home and self._brought[1].spans == chunk.spans
+
+    def forget(self, home: UnitHome, chunk: Chunk) -> None:
+        """The chunk is updated elsewhere: states that were brought are outdated if they have elements of it."""
+        if self._brought is None or self._brought[0] is not home:
+            return
+        begin, other = chunk.first_element, self._brought[1].first_element
+        if begin < other + self._brought[1].numel and other < begin + chunk.numel:
+            self._brought = None
+
+    def load(self, home: UnitHome, chunk: Chunk) -> Staged:
+        """Starts bringing a chunk in, but for states that are here, on the current stream."""
+        parts, end, brought = {}, 0, self.holds(home, chunk)
+        self._brought = None
+        for states, pieces in ((True, self._states(home, chunk)), (False, self._others(home, chunk))):
+            for key, dtype, buffer, start, nbytes in pieces:
+                part = self._memory[end : end + nbytes]
+                if not (states and brought):
+                    buffer.read(start, part)
+                parts[key] = part.view(dtype)
+                end += align_up(nbytes, BLOCK)
         return Staged(chunk, parts, home.plan)
 
     def store(self, home: UnitHome, chunk: Chunk) -> None:
         """Starts bringing what was updated of the chunk that was loaded last home, on the current stream."""
         end = 0
-        for key, _, buffer, start, nbytes in self._pieces(home, chunk):
+        for key, _, buffer, start, nbytes in (*self._states(home, chunk), *self._others(home, chunk)):
             if key not in (GRADIENT, ACCUMULATOR, STEPS):
                 buffer.write(start, self._memory[end : end + nbytes])
             end += align_up(nbytes, BLOCK)
 
-    def _pieces(self, home: UnitHome, chunk: Chunk) -> Iterator[tuple]:
-        """(key, dtype, buffer at home, offset there, bytes) of what makes up a chunk."""
+    def state_bytes(self, home: UnitHome, chunk: Chunk) -> int:
+        """What `bring` brings, and `store` takes home beside weights."""
+        return sum(nbytes for *_, nbytes in self._states(home, chunk))
+
+    def missing_bytes(self, home: UnitHome, chunk: Chunk) -> int:
+        """What `load` is going to bring."""
+        states = 0 if self.holds(home, chunk) else self.state_bytes(home, chunk)
+        return states + sum(nbytes for *_, nbytes in self._others(home, chunk))
+
+    @staticmethod
+    def _states(home: UnitHome, chunk: Chunk) -> Iterator[Piece]:
+        """What makes up a chunk, whatever gradients it has."""
+        for key, dtype, numel in home.state_flats:
+            if not _is_exact(key, home.plan):
+                yield _part_of_flat(home, chunk, key, dtype, numel)
+                continue
+            first, end = chunk.exact_range()
+            if first < end:
+                yield key, dtype, home.state_buffers[key], first * dtype.itemsize, (end - first) * dtype.itemsize
+
+    def _others(self, home: UnitHome, chunk: Chunk) -> Iterator[Piece]:
+        """Its gradients, and weights that pass with them."""
         first_held, end_held = home.held_part
-        num_blocks = (end_held - first_held) // BLOCK
-        flats = [*home.state_flats]
         form, summed = home.gradient_format, chunk.arrival == Arrival.SUMMED
         if form.coded:
             buffer = home.state_buffers[ACCUMULATOR] if summed else home.gradient_buffer
@@ -243,19 +294,18 @@ class StateSlot:
             for (key, dtype), (start, nbytes) in zip(kinds, ranges, strict=True):
                 yield key, dtype, buffer, start, nbytes
         elif summed:
-            flats.append((ACCUMULATOR, torch.float32, end_held - first_held))
+            yield _part_of_flat(home, chunk, ACCUMULATOR, torch.float32, end_held - first_held)
         else:
             start, end = (offset - form.first_byte for offset in chunk.byte_range("gradient_offset_bytes"))
             yield GRADIENT, torch.uint8, home.gradient_buffer, start, end - start
         if self.with_weights:
             start, end = chunk.byte_range("weight_offset_bytes")
             yield WEIGHTS, torch.uint8, home.host_buffer, start, end - start
-        for key, dtype, numel in flats:
-            if _is_exact(key, home.plan):
-                first, end = chunk.exact_range()
-                if first < end:
-                    yield key, dtype, home.state_buffers[key], first * dtype.itemsize, (end - first) * dtype.itemsize
-                continue
-            block_bytes = numel // num_blocks * dtype.itemsize
-            start = (chunk.first_element - first_held) // BLOCK * block_bytes
-            yield key, dtype, home.state_buffers[key], start, chunk.numel // BLOCK * block_bytes
+
+
+def _part_of_flat(home: UnitHome, chunk: Chunk, key: str, dtype: torch.dtype, numel: int) -> Piece:
+    """A chunk's part of a flat that has as much for each block of 256 elements."""
+    first_held, end_held = home.held_part
+    block_bytes = numel // ((end_held - first_held) // BLOCK) * dtype.itemsize
+    start = (chunk.first_element - first_held) // BLOCK * block_bytes
+    return key, dtype, home.state_buffers[key], start, chunk.numel // BLOCK * block_bytes

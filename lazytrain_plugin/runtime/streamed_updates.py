@@ -10,8 +10,15 @@ events of a unit's last chunk stand for all of its chunks. A unit's states come 
 while the weights wait for their slot would fill all state slots, and the link would stand still until the first one
 has left (10 ms a layer at 7B).
 
+[Note: states ahead] The clip factor, which an update needs, is known after the last gradient; its states are at home
+long before. So in the last backward of a window, when all that it needs itself is on its way, the states of the first
+updates come into the slots, which are free then. They are dropped where they turn out to be of no use: another update
+comes first, a tensor has no gradient or one of another kind than its neighbours, someone wrote to the states at home
+(`HomeStates.state_writes`). Until then they wait, also through steps that are skipped and windows that are discarded.
+
 [Note: who waits for what]
 - the states' next arrival, and the weights' next way to a slot: for their return (`unit.returned_event`);
+- states that come ahead: for what the running backward still fetches, too;
 - gradients of the next backward, on the way home: until the update has read the last ones (`gradients_read_event`);
 - a weight slot's next unit: until the weights have left (`WeightSlot.left`); the unit's forward: for the update
   (`WeightSlot.ready`, or `publish_event` where weights rest on the GPU);
@@ -25,7 +32,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from lazytrain_plugin.errors import PlanMismatchError
@@ -36,6 +43,7 @@ from lazytrain_plugin.plan.simulate import Resource
 from lazytrain_plugin.runtime.arrival import Arrival
 from lazytrain_plugin.runtime.homes import UnitHome
 from lazytrain_plugin.runtime.layout import UnitTensor
+from lazytrain_plugin.runtime.run_order import BACKWARD, FORWARD
 from lazytrain_plugin.runtime.slots import WeightSlot, WeightSlots
 from lazytrain_plugin.runtime.state_slots import BLOCK, Chunk, Staged, StateSlot, bytes_per_block, cut, exact_bytes
 from lazytrain_plugin.runtime.streams import Streams
@@ -81,15 +89,16 @@ class StreamedUpdates:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._slots: list[StateSlot] = []
+        """The one that was used the longest ago first."""
         self._slot_bytes = 0
         self._slot_streams: list = []
         """Every plan's slots take the same ones: a GPU has eight queues for all streams of a process, and streams that
         share one wait for each other."""
         self._weight_slots: WeightSlots | None = None
         self._place: dict[Unit, int] = {}
+        self._streaming: list[Unit] = []
         self.queued: list[Unit] = []
         """Units whose update has not begun."""
-        self._turn = 0
         # See [Note: order].
         self._arrived = self._updated = self._returned = None
         # A pending weight may be read from any thread.
@@ -110,7 +119,7 @@ class StreamedUpdates:
         """Staging buffers for a plan that was placed. Nothing may be queued."""
         self._place = {unit: i for i, unit in enumerate(forward_order)}
         self._weight_slots = weight_slots
-        streaming = [unit for unit in forward_order if unit.home.plan.streams_states and unit.trained]
+        streaming = self._streaming = [unit for unit in forward_order if unit.home.plan.streams_states and unit.trained]
         sizes = [
             self._bytes_per_block(unit.home) * (self._numel(unit.home) // BLOCK) + exact_bytes(unit.home)
             for unit in streaming
@@ -140,7 +149,64 @@ class StreamedUpdates:
 
     def close(self) -> None:
         """Gives the staging buffers back. Everything must be at rest."""
-        self._slots, self._weight_slots = [], None
+        self._slots, self._streaming, self._weight_slots = [], [], None
+
+    def follow(self, unit: Unit, phase: str, *, ends_window: bool) -> None:
+        """`unit` is about to run, with its weights: starts what comes after them.
+
+        Args:
+            phase: as in runtime/run_order.py.
+            ends_window: its backward is the last one before `step()`.
+        """
+        if phase == FORWARD:
+            self.begin_following(unit)
+        elif phase == BACKWARD and ends_window:
+            self.bring_ahead()
+
+    def bring_ahead(self) -> None:
+        """Starts bringing the states of the next step's first updates; never waits. See [Note: states ahead].
+
+        Called when the running backward needs nothing more from host memory than is on its way.
+        """
+        if self.queued or not all(unit.update_ticket is None or unit.update_ticket.done for unit in self._streaming):
+            return  # the slots have other work, maybe on another thread
+        free = [slot for slot in self._slots if slot.is_free]
+        if not free:
+            return
+        streams, upcoming = self._streams, self._expected_chunks()
+        fetched = streams.record(streams.h2d)
+        for slot, (unit, chunk) in zip(free, (found for found in upcoming if not self._is_here(*found)), strict=False):
+            with streams.on(slot.stream):
+                for event in (self._arrived, unit.returned_event, fetched):
+                    streams.wait(slot.stream, event)
+                num_bytes = slot.state_bytes(unit.home, chunk)
+                with streams.span(f"states {unit.name} (ahead)", Resource.H2D, stream=slot.stream, num_bytes=num_bytes):
+                    slot.bring(unit.home, chunk)
+            self._arrived = streams.record(slot.stream)
+
+    def _expected_chunks(self) -> Iterator[tuple[Unit, Chunk]]:
+        """Of the next step's updates in their order, if the gradients that are missing come, and are of one kind."""
+        for unit in self._streaming:
+            arrived = unit.arrived
+            if not arrived or unit.module is None:  # of the stem, the embedding's is still to come
+                arrived = dict.fromkeys(unit.trained, Arrival.WHOLE) | arrived
+            for chunk in self._cut(unit, arrived):
+                yield unit, chunk
+
+    def _is_here(self, unit: Unit, chunk: Chunk) -> bool:
+        return any(slot.holds(unit.home, chunk) for slot in self._slots)
+
+    def _cut(self, unit: Unit, arrived: dict[UnitTensor, Arrival]) -> list[Chunk]:
+        return cut(arrived, unit.layout, self._max_blocks(unit.home))
+
+    def _take_slot(self, unit: Unit, chunk: Chunk) -> StateSlot:
+        """The one that holds the chunk's states, else the one that was used the longest ago."""
+        slot = next((slot for slot in self._slots if slot.holds(unit.home, chunk)), self._slots[0])
+        others = [other for other in self._slots if other is not slot]
+        for other in others:
+            other.forget(unit.home, chunk)
+        self._slots = [*others, slot]
+        return slot
 
     def queue(
         self,
@@ -158,7 +224,7 @@ class StreamedUpdates:
             resolve: waits for the update and calls `unit.settle`.
         """
         steps = {tensor: updater.next_step(tensor, scalars) for tensor in arrived}
-        chunks = cut(arrived, unit.layout, self._max_blocks(unit.home))
+        chunks = self._cut(unit, arrived)
         if not chunks:
             return  # tensors without elements
         unit.mark_streamed(StreamedUpdate(unit, steps, chunks, stepped, partial(self.begin, unit), resolve))
@@ -200,12 +266,11 @@ class StreamedUpdates:
     def _pass(self, unit: Unit, update: StreamedUpdate, chunk: Chunk, weights: WeightSlot | None, before, came) -> None:
         """`before`: the last states are home; `came`: the weights are in their slot."""
         streams, home = self._streams, unit.home
-        slot = self._slots[self._turn % len(self._slots)]
-        self._turn += 1
+        slot = self._take_slot(unit, chunk)
         with streams.on(slot.stream):
             for event in (self._arrived, unit.gradient_event, before, came):
                 streams.wait(slot.stream, event)
-            num_bytes = chunk.numel // BLOCK * self._bytes_per_block(home)
+            num_bytes = slot.missing_bytes(home, chunk)
             with streams.span(f"states {unit.name}", Resource.H2D, stream=slot.stream, num_bytes=num_bytes):
                 staged = slot.load(home, chunk)
         self._arrived = streams.record(slot.stream)
@@ -217,10 +282,11 @@ class StreamedUpdates:
         self._updated = streams.record(slot.stream)
         with streams.on(slot.stream):
             streams.wait(slot.stream, self._returned)
+            start, end = chunk.byte_range("weight_offset_bytes") if weights is not None or slot.with_weights else (0, 0)
+            num_bytes = slot.state_bytes(home, chunk) + end - start
             with streams.span(f"states {unit.name} (back)", Resource.D2H, stream=slot.stream, num_bytes=num_bytes):
                 slot.store(home, chunk)
                 if weights is not None:
-                    start, end = chunk.byte_range("weight_offset_bytes")
                     home.host_buffer.write(start, weights.flat[start:end])
         self._returned = streams.record(slot.stream)
         unit.gradients_read_event, unit.returned_event = self._arrived, self._returned
