@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -260,6 +261,15 @@ class UnitHome(HomeStates):
     def shows_own_weights(self) -> bool:
         """This rank is known to show other weights than those that ranks have in common."""
         return self._shows_own if self.on_gpu else self.host_buffer.has_writes
+
+    def digest_of_own_weights(self) -> int:
+        """Of all that this rank shows, if it is known to differ from what ranks have in common; else 0."""
+        if not self.shows_own_weights or self.ranks.num_nodes == 1:  # then nobody has others' digests to compare
+            return int(self.shows_own_weights)
+        crc = 0
+        for tensor in self.layout.tensors:
+            crc = zlib.crc32(self._resting_place(tensor).cpu().view(torch.uint8).numpy(), crc)
+        return 1 + crc
 
     def look_for_own_weights(self) -> None:
         """After changes to GPU-resident weights from outside. Nobody may write to the host copy meanwhile."""

@@ -95,11 +95,10 @@ class OutsideChanges:
         """Weights that ranks have in common take the values that were written in a rank. Every rank is here.
 
         Till then each rank sees what it wrote itself, as if it had a copy: adapters that all ranks merge are merged
-        once. Where ranks of a node wrote different values, those of the first one count; what was not written on every
-        node comes to all of them.
+        once. Where ranks wrote different values, those of the first one count, on all nodes.
         """
         units = [unit for unit in self._executor.all_units if unit.home.shares_weights]
-        sources = ranks.sources([unit.home.shows_own_weights for unit in units], "comparison of weights")
+        sources = ranks.sources([unit.home.digest_of_own_weights() for unit in units], "comparison of weights")
         changed = [(unit, source) for unit, source in zip(units, sources, strict=True) if source is not None]
         if not changed:
             return

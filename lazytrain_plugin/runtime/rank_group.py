@@ -45,8 +45,8 @@ _FAILED = -1
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The rank whose values a node takes over: the first of its own that has some; where a node has no such rank, the
-    first of all."""
+    """The rank whose values a node takes over: the first that has some, or the first of this node where that has the
+    same."""
 
     rank: int
     """Its position among all ranks that train together."""
@@ -207,18 +207,23 @@ class RankGroup:
             with self.hops.phase(phase):
                 dist.broadcast(values.view(torch.uint8), src=self.hops.ranks[self.owners[part]], group=group)
 
-    def sources(self, flags: Sequence[bool], phase: str) -> list[Source | None]:
-        """For each flag whose values this node takes over; None: no rank has it set."""
-        everyone = self.gather(torch.tensor(flags, dtype=torch.uint8), phase)
-        return [self._source(column.nonzero().flatten().tolist()) for column in everyone.T]
+    def sources(self, digests: Sequence[int], phase: str) -> list[Source | None]:
+        """Of each thing whose values this node takes over; None: no rank has values of its own for it.
 
-    def _source(self, having: list[int]) -> Source | None:
+        Args:
+            digests: of this rank's own values; 0: it has none.
+        """
+        everyone = self.gather(torch.tensor(digests, dtype=torch.int64), phase)
+        return [self._source(column) for column in everyone.T.tolist()]
+
+    def _source(self, digests: list[int]) -> Source | None:
+        having = [rank for rank, digest in enumerate(digests) if digest]
         if not having:
             return None
-        own = [rank for rank in having if rank in self.local_indices]
-        if all(any(rank in having for rank in node) for node in self.hops.node_ranks):
-            return Source(own[0], crosses_nodes=False)
-        return Source(having[0], crosses_nodes=True)
+        firsts = [next((rank for rank in node if digests[rank]), None) for node in self.hops.node_ranks]
+        if None in firsts or len({digests[rank] for rank in firsts}) > 1:
+            return Source(having[0], crosses_nodes=True)
+        return Source(next(rank for rank in firsts if rank in self.local_indices), crosses_nodes=False)
 
     def gone(self) -> list[int]:
         """Ranks of this node whose process has ended."""

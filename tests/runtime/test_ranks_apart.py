@@ -70,13 +70,13 @@ def changed_by_all(ranks, device, home, folder):
     return found
 
 
-def changed_by_one(ranks, device, home):
-    """Weights before and after the last rank alone has halved one, and a step later."""
+def changed_apart(ranks, device, home, factors):
+    """A weight before and after each rank has multiplied it by another factor, and all weights a step later."""
     executor = executor_for(ranks, device, home)
     weight = executor.units[0].module.up.weight
     before = weight.detach().clone()
     with torch.no_grad():
-        weight.mul_(0.5 if ranks.rank == ranks.size - 1 else 1.0)
+        weight.mul_(factors[ranks.rank])
     run(executor, ranks, device, step=False)
     after = weight.detach().clone()
     executor.step(0.0)
@@ -91,10 +91,11 @@ def every_case(rank, device, folder):
     nodes = {shard: RankGroup(device, topology=Topology.consecutive(2, 1), shard=shard) for shard in Shard}
     return {
         "all": {home: changed_by_all(node, device, home, folder) for home in ("cpu", "mirror", "streamed from gpu")},
-        "one": {
-            (home, name): changed_by_one(ranks, device, home)
+        "apart": {
+            (home, name, factors): changed_apart(ranks, device, home, factors)
             for home in ("cpu", "mirror")
             for name, ranks in {"one node": node, **nodes}.items()
+            for factors in ((1.0, 0.5), (0.5, 0.25))
         },
     }
 
@@ -112,10 +113,10 @@ def test_a_change_by_all_ranks_counts_once_on_a_rank_that_is_late(two):
         assert all(torch.equal(late_masters[name], value) for name, value in masters.items()), home
 
 
-def test_a_change_by_one_rank_comes_to_all_nodes(two):
-    """And no rank waits for one that knows of no change."""
-    for case, (before, after, masters) in two[0]["one"].items():
-        other_before, other_after, other_masters = two[1]["one"][case]
+def test_ranks_that_change_a_weight_apart_get_what_the_first_of_them_made(two):
+    """On all nodes; and no rank waits for one that knows of no change."""
+    for case, (before, after, masters) in two[0]["apart"].items():
+        other_before, other_after, other_masters = two[1]["apart"][case]
         assert torch.equal(before, other_before), case
         assert torch.equal(after, before * 0.5) and torch.equal(after, other_after), case
         assert all(torch.equal(other_masters[name], value) for name, value in masters.items()), case
