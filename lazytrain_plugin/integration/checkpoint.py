@@ -320,10 +320,9 @@ def _load_parameter(
 ) -> None:
     master = trained.master(name) if name in trained.shapes else frozen[name][1]()
     trained.verify([master])
-    if record.group is None or not record.numel:
-        record.parameter.data.copy_(master.view(record.shape))
-    else:
-        state.write_master(record, master.float())
+    if record.numel:
+        # Frozen ones too: what is written to the parameter itself is this rank's own, with the page that it is on.
+        state.write_master(record, master if record.group is None else master.float())
     trained.release([master])
     if with_states and name in trained.shapes:
         values = trained.state(name)

@@ -55,7 +55,8 @@ class TrainState(Protocol):
         ...
 
     def write_master(self, record: ParamRecord, values: Tensor) -> None:
-        """Copies fp32 `values` [numel] (CPU; may be a read-only file mapping) into master and weight."""
+        """Copies `values` [numel] (CPU; may be a read-only file mapping) into master and weight: fp32, or of a frozen
+        weight, which has no master, its own dtype."""
         ...
 
     def state_specs(self, record: ParamRecord) -> dict[str, TensorSpec | StateValue]:

@@ -93,8 +93,10 @@ class DictState:
         return self.masters[record.name][span or slice(None)]
 
     def write_master(self, record: ParamRecord, values: torch.Tensor) -> None:
-        assert values.shape == (record.numel,) and values.dtype == torch.float32
-        self.masters[record.name] = values.clone()
+        assert values.shape == (record.numel,)
+        if record.group is not None:
+            assert values.dtype == torch.float32
+            self.masters[record.name] = values.clone()
         record.parameter.data.copy_(values.view(record.shape))
 
     def state_specs(self, record: ParamRecord) -> dict:

@@ -12,12 +12,13 @@ from tests.runtime.nvme.rig import on_nvme
 
 
 def everything(rank, make_engine, ids, folder):
-    """`make_engine`: (keys of the block) -> an engine of two ranks; `ids`: this rank's batch."""
+    """`make_engine`: (seed, keys of the block) -> an engine of two ranks; `ids`: this rank's batch."""
     engine = make_engine()
     out = {"loaded": loaded_by_one(engine, rank), "set": set_after_a_write(engine, ids)}
     out["failing"] = failing_loads(engine, rank, folder)
     out["compiled"] = compiled(engine, rank, ids, folder)
     engine.destroy()
+    out["frozen"] = loaded_beside_frozen(make_engine, ids, folder)
     disk = Path(folder, "disk of ranks apart")
     disk.mkdir(exist_ok=True)
     out["read"] = read_at_the_end(make_engine(nvme_path=str(disk)), rank, ids)
@@ -67,6 +68,24 @@ def failing_loads(engine, rank, folder):
         except (CheckpointError, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
         checkpoint_mixin.load_checkpoint = load
+    return found
+
+
+def loaded_beside_frozen(make_engine, ids, folder):
+    """Masters as they are saved, and as an engine that began with other weights has them in its first forward."""
+    found = []
+    for seed in (0, 5):
+        engine = make_engine(seed, frozen=True)
+        if seed:
+            engine.load_checkpoint(folder, "beside frozen")
+        else:
+            engine.save_checkpoint(folder, "beside frozen")
+        engine(ids)
+        state = engine.lazytrain
+        state.flush()
+        found.append({record.name: state.read_master(record).clone() for record in state.records})
+        torch.distributed.barrier()
+        engine.destroy()
     return found
 
 

@@ -44,11 +44,13 @@ def prepare(rank, world_size, accelerator="cpu"):
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a minute of compilation
 
 
-def make_engine(seed, world_size, *, bf16=False, num_layers=2, **block):
+def make_engine(seed, world_size, *, bf16=False, num_layers=2, frozen=False, **block):
     import deepspeed
 
     torch.manual_seed(seed)
     model = Adapted(num_layers)
+    for parameter in (*model.embedding.parameters(), *model.layers[0].up.parameters()) if frozen else ():
+        parameter.requires_grad_(False)
     config = {
         "train_micro_batch_size_per_gpu": ROWS // world_size,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -237,7 +239,7 @@ def two_from_one(rank, device, folder):
     out["swap fails"] = swap_fails(rank)
     out["disk"] = disk_leg(rank, 2, folder, "third disk", "to step 3", range(3, STEPS))
     ids = batches(range(1))[0].chunk(2)[rank]
-    out["apart"] = ranks_apart.everything(rank, lambda **block: make_engine(0, 2, **block), ids, folder)
+    out["apart"] = ranks_apart.everything(rank, lambda seed=0, **block: make_engine(seed, 2, **block), ids, folder)
     out["planned"] = planned_on_disk(rank, folder)
     return out
 
@@ -543,6 +545,12 @@ def test_ranks_hear_of_one_that_cannot_load(again):
     first, second = (rank["apart"]["failing"] for rank in again)
     assert "rank 1: ValueError: damaged here" in first[0] and second[0] == "ValueError: damaged here"
     assert all("rank 0 would load tag '" in text and "and rank 1 None" in text for _, text in (first, second))
+
+
+def test_weights_beside_frozen_ones_are_loaded_as_they_were(again):
+    """They have pages of memory in common."""
+    for saved, loaded in (rank["apart"]["frozen"] for rank in again):
+        same(saved, loaded)
 
 
 def test_a_rank_may_evaluate_compiled_layers_alone(again):
