@@ -94,7 +94,9 @@ def find_again(call: UnitCall) -> None:
         call.parcel.bring_back()
     for later in reversed(later_calls):
         dropped = later.dropped
-        outputs = _run_again(call, dropped.node.saved_tensors)
+        if call.stayed is None:
+            call.stayed = dropped.node.saved_tensors
+        outputs = _run_again(call, call.stayed)
         dropped.found = {i: outputs[position] for i, position in dropped.outputs.items()}
         call = later
 

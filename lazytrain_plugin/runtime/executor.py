@@ -144,6 +144,7 @@ class Executor:
 
     # Placement.
 
+    @torch.inference_mode(False)  # an evaluation may be what comes first, and training uses the same memory
     def place(self, plan: PlacementPlan) -> None:
         """Puts everything where `plan` says, unit by unit; also moves a placed model to another plan, bit for bit.
 
@@ -332,6 +333,7 @@ class Executor:
         arrivals = {unit: unit.arrived for unit in self.update_order if unit.arrived}
         for unit in arrivals:
             unit.arrived = {}
+        self._outside.suspect(u for u in self.all_units if u not in arrivals or not norm.is_finite)
         if not norm.is_finite:
             norm.report()
             for unit in arrivals:
@@ -363,8 +365,7 @@ class Executor:
         self._nvme.write_for_others()
         if self.plan is not None:
             self._outside.take_over()
-            # Nothing is pending now, so nobody would notice who writes through `.data`.
-            self._outside.suspect_all()
+            self._outside.suspect(self.all_units)
 
     def _wait(self) -> None:
         self._streamed_updates.begin_all()

@@ -77,6 +77,8 @@ class UnitCall:
         self.recording: Recording | None = None
         self.inputs, self.rebuild_inputs = flatten_tensors((args, kwargs))
         self.side_keys = executor.side_outputs.active_keys()
+        self.stayed: tuple[torch.Tensor, ...] | None = None
+        """What autograd saved, if it was asked for ahead of backward: in a checkpoint it gives each tensor once."""
         self.rebuild_outputs = None
         self.graph: LocalGraph | None = None
         if not self.keep:
@@ -391,4 +393,5 @@ class _UnitNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *output_gradients):
         call = ctx.call
-        return (None, None, *call.backward(ctx.saved_tensors, ctx.num_inputs, output_gradients))
+        stayed, call.stayed = ctx.saved_tensors if call.stayed is None else call.stayed, None
+        return (None, None, *call.backward(stayed, ctx.num_inputs, output_gradients))

@@ -3,12 +3,14 @@
 New values (`load_state_dict`, an average copied in for evaluation, clipping of weights) count from the next forward on:
 stale copies in slots are dropped, and of two copies the one that `parameter.data` shows is the true one. In-place
 operations raise a parameter's version. Writes through `.data` do not; so weights that someone reached for while their
-update was pending, and all weights after a flush or when training turns into evaluation or back, are compared in full.
+update was pending, those that a step did not update, and all weights after a flush or when training turns into
+evaluation or back, are compared in full.
 What is written through `.data` between a forward and its step goes unseen where a weight has two copies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,8 +39,9 @@ class OutsideChanges:
         self._model_runs = False
         """Since the model began to run, it is itself what asks for pending weights (of the stem)."""
 
-    def suspect_all(self) -> None:
-        self._touched.update(self._executor.all_units)
+    def suspect(self, units: Iterable[Unit]) -> None:
+        """Nothing is pending for these, so nobody would notice who writes through `.data`."""
+        self._touched.update(units)
 
     def settle_asked(self, unit: Unit) -> None:
         """Someone wants a pending weight's data: the model, or code between a step and the next forward."""

@@ -39,7 +39,8 @@ class WeightSlot:
     def views(self, unit: Unit) -> list[torch.Tensor]:
         """The unit's parameters inside this slot, in layout order (made once)."""
         if unit not in self._views:
-            self._views[unit] = [t.shaped(t.weight_view(self.flat)) for t in unit.layout.tensors]
+            with torch.inference_mode(False):  # training is going to use them too
+                self._views[unit] = [t.shaped(t.weight_view(self.flat)) for t in unit.layout.tensors]
         return self._views[unit]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lazytrain_plugin.errors import UnsupportedModelError
-from lazytrain_plugin.vocab import Tier
+from lazytrain_plugin.vocab import Activations, Tier
 from tests.runtime.rig import DEVICES, Model, assert_same_weights, batches, make_executor, plan_for
 
 
@@ -190,4 +190,52 @@ def test_a_frozen_weight_beside_trained_ones_keeps_what_was_written_to_it(home, 
         WRITES[write](frozen, torch.full_like(frozen, 0.25))
     executor.place(plan_for(model, home="gpu" if home == "cpu" else "cpu"))
     assert (frozen == 0.25).all()
+    executor.close()
+
+
+@homes
+def test_a_write_through_data_after_a_skipped_step_counts(home):
+    """Nothing is pending then, so nothing but a comparison can tell."""
+    found = []
+    for planned_home in ("cpu", home):
+        model = make()
+        executor = make_executor(model, planned(model, planned_home, "cpu"), native=True)
+        executor.begin_forward()
+        (model.loss(batches(1, "cpu")[0]) * float("inf")).backward()
+        assert not executor.step(1.0)[1]
+        model.layers[1].up.weight.data.mul_(0.5)
+        executor.begin_forward()
+        found.append(model.loss(batches(1, "cpu")[0]).item())
+        executor.close()
+    expected = make()
+    with torch.no_grad():
+        expected.layers[1].up.weight.mul_(0.5)
+        assert found == [expected.loss(batches(1, "cpu")[0]).item()] * 2
+
+
+def test_a_frozen_weight_written_on_the_gpu_moves_along():
+    model = make()
+    model.layers[1].up.weight.requires_grad_(False)
+    executor = make_executor(model, planned(model, "two copies", "cpu"), native=True)
+    with torch.no_grad():
+        model.layers[1].up.weight.fill_(0.25)
+    executor.place(planned(model, "cpu", "cpu"))
+    assert (model.layers[1].up.weight == 0.25).all()
+    executor.close()
+
+
+@homes
+@pytest.mark.parametrize("keep", ["none", "all"])
+def test_an_evaluation_in_inference_mode_may_come_first(home, keep):
+    model = make()
+    plan = planned(model, home, "cpu")
+    activations = Activations.KEEP if keep == "all" else Activations.RECOMPUTE
+    ids = batches(1, "cpu")[0]
+    with torch.inference_mode():
+        executor = make_executor(model, plan.with_units(activations=activations), native=True)
+        executor.begin_forward(training=False)
+        model.loss(ids)
+    executor.begin_forward()
+    model.loss(ids).backward()
+    assert executor.step(1.0)[1]
     executor.close()

@@ -67,6 +67,7 @@ class WeightStaging:
         self.buffers.release(buffer)
 
     def close(self) -> None:
+        self.buffers.read_ahead(())  # a buffer that comes free would be filled from a file that is gone
         while self._uploads:
             self._end_first_upload()
         self.buffers.close()
