@@ -14,7 +14,8 @@ from lazytrain_plugin.comm.overlap import overlapped
 
 SIZES = (2**14, 2**17, 2**20, 2**22, 2**24)
 """Elements of the units that are tried, smallest first."""
-REPEATS = 3
+SMALL_ELEMENTS, SMALL_REPEATS, REPEATS = 2**18, 8, 3
+"""Small ones take no time to repeat, and other processes show in their times more than in those of large ones."""
 BUDGET_S = 2.0
 """No larger size is tried once this much time is spent, for each of the ways."""
 
@@ -107,7 +108,8 @@ def _line(run: Callable[[int], None], hops: Hops) -> Line:
 
     sizes, times, spent_s = [], [], 0.0
     for size in SIZES:
-        samples = [seconds(size) for _ in range(1 + REPEATS)]  # the first warms up
+        repeats = SMALL_REPEATS if size < SMALL_ELEMENTS else REPEATS
+        samples = [seconds(size) for _ in range(1 + repeats)]  # the first warms up
         best_s, took_s = hops.slowest([min(samples[1:]), sum(samples)])
         sizes.append(size)
         times.append(best_s)

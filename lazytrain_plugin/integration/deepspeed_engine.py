@@ -315,8 +315,7 @@ class LazyTrainEngine(CheckpointMixin, DeepSpeedEngine):
         if not self._plans_compiled:
             return
         logger.info("%d of %d streamed layers are compiled", len(compiled), len(executor.units))
-        plan = self._planner.layers_compiled()
-        if plan is not None:
+        if (plan := self._planner.layers_compiled()) is not None:
             self._place(executor, plan)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
