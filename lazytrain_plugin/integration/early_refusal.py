@@ -81,7 +81,8 @@ def check_copies_of_ranks(model: nn.Module, checkpoint_files: Sequence[str] | No
     what = (
         f"{type(model).__name__} is stored in {names[0]} and loaded in {names[1]}, so each of the {ranks} ranks of "
         f"this machine has a copy until the engine is made, {format_bytes(need_bytes)} together of "
-        f"{format_bytes(have_bytes)} of host memory; save it in {names[1]} once, and they share one"
+        f'{format_bytes(have_bytes)} of host memory; load it with dtype="auto" for a bf16 job, else save it in '
+        f"{names[1]} once: then they share one"
     )
     if need_bytes > have_bytes:
         raise InfeasiblePlanError(what)
